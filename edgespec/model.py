@@ -571,7 +571,11 @@ def load(target: Path | Entry, **options: Unpack[LoadKeywords]) -> Model:
     Raises:
         EdgespecError: anything that is wrong, as one line.
     """
-    asked = asked_for(target, **options)
+    return load_asked(asked_for(target, **options))
+
+
+def load_asked(asked: Asked) -> Model:
+    """As `load`, by checked arguments."""
     if asked.is_remote:
         remote, writer = open_targets(
             asked.entry.name, asked.entry, asked.draft or "", asked.models_file, asked.options, count=asked.targets,
@@ -581,8 +585,7 @@ def load(target: Path | Entry, **options: Unpack[LoadKeywords]) -> Model:
         return Model(remote, [], targets=writer, **_defaults(asked, [remote]))
     backends, learn = open_pair(
         asked.entry, asked.draft, asked.models_file, asked.options,
-        leave_out=asked.planner == "auto" and not asked.fixed and asked.method is None,
-        remember=asked.remember, progress=asked.progress, say=asked.say,
+        leave_out=asked.leaves_out, remember=asked.remember, progress=asked.progress, say=asked.say,
     )  # fmt: skip
     try:
         _use_template(backends[0], asked.template)

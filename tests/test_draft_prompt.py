@@ -155,7 +155,7 @@ def test_a_prediction_is_taken_over_as_well(client):
 
 
 def drafts_of(client):
-    return client.app._app.state.service.typing_ahead._latest
+    return client.app._app.state.models.all[0].service.typing_ahead._latest
 
 
 def test_a_request_drops_the_drafts_on_the_way_to_it(client):
@@ -202,10 +202,10 @@ def test_only_the_latest_of_a_client_is_kept(client):
     client.put(PATH, json=body(pause=True))
     client.put(PATH, json=body(pause=True))  # the same again
     settled(scheduler, 1)
-    assert len(client.app._app.state.service.typing_ahead._latest) == 1
+    assert len(client.app._app.state.models.all[0].service.typing_ahead._latest) == 1
     for i in range(MOST_TYPING + 3):
         assert client.put(PATH, json=body(f"{i} is a number", id=str(i))).status_code == 200
-    assert len(client.app._app.state.service.typing_ahead._latest) == MOST_TYPING
+    assert len(client.app._app.state.models.all[0].service.typing_ahead._latest) == MOST_TYPING
     until(lambda: scheduler.waiting == 0)
 
 

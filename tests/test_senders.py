@@ -54,7 +54,7 @@ def test_an_answer_that_is_typed_ahead_is_for_its_key_alone():
         typed = LONG_CHAT | {"pause": True, "id": "here"}
         for key in KEYS:
             client.put("/edgespec/draft-prompt", json=typed, headers={"x-api-key": key})
-        latest = client.app._app.state.service.typing_ahead._latest
+        latest = client.app._app.state.models.all[0].service.typing_ahead._latest
         assert [one.request.sender for one in latest.values()] == list(map(sender_of, KEYS))
         for _ in range(2):  # its own is taken over, and then the first one's would fit
             assert cached_by(client, "second") is not None

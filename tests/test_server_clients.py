@@ -29,7 +29,7 @@ from test_server import slowed
 
 import edgespec.cli.commands
 import edgespec.cli.serve
-from edgespec.cli.serve import _config, open_socket, read_keys, serve
+from edgespec.cli.serve import _config, one, open_socket, read_keys, serve
 from edgespec.errors import UsageError
 from edgespec.model import Model
 from edgespec.planners.sssd import SssdPlanner
@@ -337,7 +337,7 @@ class TestConnections:
         model = Model(ReferenceBackend(random_model(2, vocab_size=258)), [SssdPlanner()])
         try:
             with model, socket.create_server(("127.0.0.1", 0)) as sock:
-                serve(model, "tiny", sock, grace=0, log=False)
+                serve(one(model, ["tiny"]), sock, grace=0, log=False)
         finally:
             gc.unfreeze()
             sys.setswitchinterval(before)
@@ -426,8 +426,9 @@ class TestCommand:
         """The arguments of each server that would be started, with no model."""
         found = []
         monkeypatch.setattr(
-            edgespec.cli.serve, "serve", lambda model, name, *more, **options: found.append({"name": name, **options})
+            edgespec.cli.serve, "serve", lambda names, *more, **options: found.append({"name": names[0], **options})
         )
+        monkeypatch.setattr(edgespec.cli.serve, "one", lambda model, names: names)
         monkeypatch.setattr(edgespec.cli.commands, "_check_and_pull", lambda *arguments: None)
         monkeypatch.setattr(edgespec.cli.commands, "_loaded", lambda *arguments: nullcontext((None, [])))
         return found

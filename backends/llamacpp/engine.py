@@ -128,6 +128,12 @@ class LlamaEngine(Engine):
         # For lenders `plan` gives a plain `LoadPlan`, and the child makes its own plan.
         return load_in_child(plan.path, plan.options, progress)
 
+    def memory_of(self, plan: LoadPlan) -> int:
+        if not isinstance(plan, LlamaPlan):
+            return 0
+        planner = MemoryPlanner(plan.path, plan.options, plan.machine)
+        return planner.taken(plan.size, plan.gpu_layers, plan.weights)
+
     def has_head(self, path: str) -> bool:
         return find_head(path) is not None
 

@@ -55,6 +55,7 @@ from edgespec.cli.terminal import (
 )
 from edgespec.errors import EdgespecError, UsageError
 from edgespec.loading.approximate import with_old_names
+from edgespec.loading.asked import asked_for
 from edgespec.loading.pair import choose_planner
 from edgespec.loop.engines import ENGINE_OPTIONS, choose_backend, find_engine, load_vocab
 from edgespec.loop.grammar import Grammar, json_schema, lark
@@ -69,6 +70,7 @@ from edgespec.models.own_sampling import choose_seed
 from edgespec.models.registry import Entry, all_models, find_model, is_folder, local_path
 from edgespec.planners.choice import PLANNERS, check_planner, with_datastore, with_draft
 from edgespec.server.conversation import UNLIMITED
+from edgespec.weights.plan import SAFETY
 
 
 def main(command: click.Command | None = None, arguments: list[str] | None = None) -> None:
@@ -375,14 +377,19 @@ def _pull_pair(model: str, options: dict[str, Any], yes: bool, *, drafts: bool) 
     pull_what_is_missing(needed, options["models_file"], yes, heads=heads)
 
 
+def _for_load(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of a command, as `load` names them from now on."""
+    options |= _planner_options(options)
+    options["remember"] = not options.pop("no_memory_of_costs")
+    return options
+
+
 @contextmanager
 def _loaded(model: str, options: dict[str, Any]) -> Iterator[tuple[Model, list[str]]]:
     """A loaded model and notes on it; it is closed after the `with`."""
-    extra = _planner_options(options)
-    options["remember"] = not options.pop("no_memory_of_costs")
-    found, offered = _for_a_mac(model, options)
+    found, offered = _for_a_mac(model, _for_load(options))
     with LoadingBar(model) as bar:
-        loaded = load(found, progress=bar.update, say=bar.say, **options, **extra)
+        loaded = load(found, progress=bar.update, say=bar.say, **options)
     with loaded:
         yield loaded, [loaded.where.line, *offered, *loaded.notes]
 
@@ -422,9 +429,10 @@ def _for_a_mac(model: str, options: dict[str, Any], *, fits: bool = False) -> tu
 Examples:
   edgespec serve big.gguf --draft small.gguf          then: OPENAI_BASE_URL=http://127.0.0.1:8080/v1
   edgespec serve big.gguf --keep-on-disk              long prompts are prefilled once, also across restarts
+  edgespec serve chat.gguf code.gguf --memory 12G     requests choose one by its name; they are loaded when wanted
   edgespec serve big.gguf --host 0.0.0.0 --api-key-file keys.txt --allow-host box.lan"""
 )
-@click.argument("model", default=DEFAULT_MODEL, shell_complete=complete_model)
+@click.argument("models", nargs=-1, metavar="[MODEL]...", shell_complete=complete_model)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=int, default=8080, show_default=True, help="0 = any that is free.")
 @click.option("--parallel", type=int, default=4, show_default=True, help="Requests served at once; others wait.")
@@ -451,6 +459,13 @@ Examples:
     help="Save sessions, and find them again after a restart. [DIR: the user's cache folder]",
 )
 @click.option("--keep-size", default="10G", show_default=True, metavar="SIZE", help="Most bytes in DIR.")
+@click.option(
+    "--alias",
+    "aliases",
+    multiple=True,
+    metavar="NAME[=MODEL]",
+    help="One more name of a model; repeatable. Of several models MODEL says which, by its name.",
+)
 @click.option("--log-requests", "log", is_flag=True, help="Log paths and statuses, never prompts or answers.")
 @outdated("--allow-approximate", instead="leave it out", is_flag=True, expose_value=False)
 @YES_OPTION
@@ -459,11 +474,14 @@ Examples:
 @TEMPLATE_OPTION
 @NO_MEMORY_OPTION
 def serve(
-    model: str, host: str, port: int, api_key: str | None, api_key_file: str | None, no_key: bool,
+    models: tuple[str, ...], host: str, port: int, api_key: str | None, api_key_file: str | None, no_key: bool,
     hosts: tuple[str, ...], origins: tuple[str, ...], grace: int, keep: str | None, keep_size: str, log: bool,
-    yes: bool, **options: Any,
+    aliases: tuple[str, ...], yes: bool, **options: Any,
 ) -> None:  # fmt: skip
-    """Serve MODEL, given as for `edgespec run`, by HTTP with the interfaces of OpenAI, Anthropic and Ollama."""
+    """Serve MODEL, given as for `edgespec run`, by HTTP with the interfaces of OpenAI, Anthropic and Ollama.
+
+    Of several, each is loaded when a request names it; the one idle longest leaves if --memory is too little for all.
+    """
     from edgespec.cli import serve as server
 
     server.check_server()
@@ -476,16 +494,33 @@ def serve(
         what = "the name of a model" if named else "a file"
         raise UsageError(f"--keep-on-disk {keep}: is {what}; give a folder, or write MODEL in front of --keep-on-disk")
     guard: dict[str, Any] = {"log": log, "keys": keys, "hosts": hosts, "origins": origins}
+    models = models or (DEFAULT_MODEL,)
+    names = server.names_of(models, aliases)
+
+    def ready(name: str, loaded: Model, notes: Sequence[str] | None = None) -> None:
+        _show_notes([f"{name}: {note}" for note in (loaded.where.line, *loaded.notes)] if notes is None else notes)
+        if keep is not None:
+            server.keep_on_disk(loaded, keep, most_kept)
+
     with server.open_socket(host, port, keys, no_key) as listening, ExitStack() as loading:
         loading.enter_context(server.refusing(listening, **guard))
-        _check_and_pull(model, options, yes)
-        with _loaded(model, options) as (loaded, notes):
-            _show_notes(notes)
-            name = os.path.basename(os.path.abspath(model)).removesuffix(".gguf")
-            if keep is not None:
-                server.keep_on_disk(loaded, keep, most_kept)
+        for model in models:
+            _check_and_pull(model, options, yes)
+        if models[1:]:
+            memory = in_bytes("--memory", options["memory"]) or int(this_machine().free * (1 - SAFETY))
+            _for_load(options)
+            asked = {
+                model: asked_for(_for_a_mac(model, options)[0], **options | {"memory": memory}) for model in models
+            }
+            several = server.several(asked, names, memory, ready)
             loading.close()
-            server.serve(loaded, name, listening, grace=grace, **guard)
+            server.serve(several, listening, grace=grace, **guard)
+            return
+        with _loaded(models[0], options) as (loaded, notes):
+            ready("", loaded, notes)
+            one = server.one(loaded, names[models[0]])
+            loading.close()
+            server.serve(one, listening, grace=grace, **guard)
 
 
 @cli.command(

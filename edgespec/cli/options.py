@@ -26,7 +26,7 @@ SECTIONS = {  # title -> names of parameters, in this order
     "Prompt and output": (
         "system", "raw", "limit", "resume", "max_tokens", "stop", "json_schema", "grammar", "show_drafts", "as_json",
     ),
-    "Server": ("host", "port", "parallel", "keep", "keep_size", "grace", "log"),
+    "Server": ("host", "port", "aliases", "parallel", "keep", "keep_size", "grace", "log"),
     "Access": ("api_key_file", "no_key", "hosts", "origins"),
 }  # fmt: skip
 

@@ -5,21 +5,33 @@ import gc
 import os
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgespec.errors import MissingPackage, UsageError
+from edgespec.cli.terminal import LoadingBar
+from edgespec.errors import MissingPackage, NoRoom, UsageError
+from edgespec.loading.asked import Asked
+from edgespec.loading.draft_or_memory import planned_bytes
 from edgespec.machine.files import cache_folder, read_text
-from edgespec.model import Model
+from edgespec.machine.memory import format_size, private_memory
+from edgespec.model import Model, load_asked
 from edgespec.scheduler.disk_cache import DiskCache
 from edgespec.scheduler.targets.places import is_loopback
+from edgespec.weights.plan import MARGIN
 
+if TYPE_CHECKING:
+    from edgespec.server.models import Models
+
+Ready = Callable[[str, Model], None]  # called with a model's name, and the model
+SLACK = 16 << 20  # bytes by which the program may grow while models are planned
 KEY = "EDGESPEC_API_KEY"
 SWITCH_SECONDS = 0.001  # after which a thread that reads a body gives way: an answer waits for Python's lock many times
 
@@ -120,12 +132,95 @@ def keep_on_disk(model: Model, folder: str, most_bytes: int) -> None:
     )
 
 
-def serve(model: Model, name: str, listening: socket.socket, *, grace: int, log: bool, **guard: Any) -> None:
+def names_of(models: Sequence[str], aliases: Sequence[str]) -> dict[str, list[str]]:
+    """The names by which requests choose each model, its own first.
+
+    Args:
+        models: names, paths or sources.
+        aliases: NAME=MODEL each, with the name of a model; of a single model NAME.
+
+    Raises:
+        UsageError: two have one name, or an alias is of none.
+    """
+    found = dict[str, list[str]]()
+    known = {os.path.basename(os.path.abspath(model)).removesuffix(".gguf"): model for model in models}
+    for model in models:
+        found[model] = [name for name, path in known.items() if path == model]
+        if not found[model] or models.count(model) > 1:
+            raise UsageError(f"two of the models have the name of {model}: rename a file")
+    for alias in aliases:
+        name, _, of = alias.partition("=")
+        of = of or ("" if models[1:] else next(iter(known)))
+        if not name or of not in known:
+            raise UsageError(f"--alias is {alias!r}, but must be NAME=MODEL; models here are {', '.join(known)}")
+        if any(name in names for names in found.values()):
+            raise UsageError(f"--alias {alias}: there is a model {name} already")
+        found[known[of]].append(name)
+    return found
+
+
+def one(model: Model, names: Sequence[str]) -> "Models":
+    """A model that the caller has loaded and closes, with its names."""
+    from edgespec.server.models import Models
+    from edgespec.server.service import Service
+
+    return Models.of(Service(model, names[0]), names)
+
+
+def several(asked: Mapping[str, Asked], names: Mapping[str, Sequence[str]], memory: int, ready: Ready) -> "Models":
+    """Models that are loaded when they are wanted.
+
+    Args:
+        asked: each model, planned for all of the memory.
+        names: as from `names_of`.
+        memory: bytes that the program may take.
+        ready: called with each model that was loaded.
+
+    Raises:
+        EdgespecError: a model is too large for the memory, or cannot be read.
+    """
+    from edgespec.server.models import Models, Served
+
+    most, served = memory - private_memory() - MARGIN, list[Served]()
+    for model, one in asked.items():
+        try:
+            size = planned_bytes(one.entry, one.draft, one.models_file, one.options, leave_out=one.leaves_out)
+        except NoRoom as error:
+            raise NoRoom(f"{model}: {error}") from error
+        if size - SLACK > most:
+            sizes = [format_size(size, up=True), format_size(memory), format_size(max(0, most))]
+            raise NoRoom("{}: takes {}, but {} of memory leave {} for models".format(model, *sizes))
+        served.append(Served(names[model], min(size, most), partial(open_model, names[model][0], one, ready)))
+    return Models(served, most)
+
+
+def open_model(name: str, asked: Asked, ready: Ready, room: int, check: Callable[[], None]) -> Model:
+    """See `Served.open`; `asked` and `ready` as for `several`."""
+    with LoadingBar(name) as bar:
+
+        def say(text: str) -> None:
+            check()
+            bar.say(text)
+
+        def progress(done: int, total: int) -> None:
+            check()
+            bar.update(done, total)
+
+        asked = asked.within(room + MARGIN + private_memory())
+        loaded = load_asked(replace(asked, say=say, progress=progress))
+    try:
+        ready(name, loaded)
+        return loaded
+    except BaseException:
+        loaded.close()
+        raise
+
+
+def serve(models: "Models", listening: socket.socket, *, grace: int, log: bool, **guard: Any) -> None:
     """Serve until SIGINT or SIGTERM; running requests then have `grace` seconds left.
 
     Args:
-        model: loaded.
-        name: of the model in answers and in `/v1/models`.
+        models: that are served.
         listening: from `open_socket`.
         grace: seconds. A second signal ends all requests at once.
         log: log paths and statuses.
@@ -133,22 +228,21 @@ def serve(model: Model, name: str, listening: socket.socket, *, grace: int, log:
     """
     from edgespec.server.app import make_app
     from edgespec.server.connections import LAST_SECONDS, WatchingServer
-    from edgespec.server.service import Service
 
-    service = Service(model, name)
-    app = make_app(service, **guard)
+    app = make_app(models, **guard)
 
     class Server(WatchingServer):
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            loop, first = asyncio.get_running_loop(), not service.stopping
-            service.stopping = self.should_exit = True
+            loop, first = asyncio.get_running_loop(), not models.stopping
+            models.stopping = self.should_exit = True
+            loop.call_soon_threadsafe(models.stop)
             if first:
                 loop.call_soon_threadsafe(loop.call_later, grace, self.end_texts)
             else:
                 loop.call_soon_threadsafe(self.end_texts)
 
         def end_texts(self) -> None:
-            Thread(target=model.scheduler.close).start()  # requests fail, and then connections end
+            Thread(target=models.end_texts).start()
             asyncio.get_running_loop().call_later(LAST_SECONDS, self.cut_off)
 
         def cut_off(self) -> None:
@@ -161,8 +255,9 @@ def serve(model: Model, name: str, listening: socket.socket, *, grace: int, log:
 
     host, port = listening.getsockname()[:2]
     where = f"[{host}]" if ":" in host else host
+    served = ", ".join(one.name for one in models.all)
     click.echo(
-        f"{name} answers at http://{where}:{port}/v1 (OpenAI) and http://{where}:{port} (Anthropic, Ollama); "
+        f"{served} answers at http://{where}:{port}/v1 (OpenAI) and http://{where}:{port} (Anthropic, Ollama); "
         "Ctrl-C ends"
     )
     gc.collect()

@@ -57,6 +57,7 @@ class Asked:
         options: for the engines.
         planner_options: as for `make_planner`.
         notes: for the user.
+        kept_as: the options with which measurements are kept; None: `options`.
         say: as for `edgespec.load`, and so are the others.
     """
 
@@ -78,6 +79,16 @@ class Asked:
     cluster: str | None
     remember: bool
     progress: Progress | None
+    kept_as: LoadOptions | None = None
+
+    def within(self, memory: int) -> "Asked":
+        """The same in a part of the memory, with the measurements of the whole."""
+        return replace(self, options=replace(self.options, memory=memory), kept_as=self.options)
+
+    @property
+    def leaves_out(self) -> bool:
+        """A draft may be left out."""
+        return self.planner == "auto" and not self.fixed and self.method is None
 
     @property
     def is_remote(self) -> bool:
@@ -92,7 +103,7 @@ class Asked:
     @property
     def about(self) -> LoadOptions:
         """The options with which measurements of the pair are kept."""
-        return replace(self.options, own_layers=self.draft == OWN_LAYERS)
+        return replace(self.kept_as or self.options, own_layers=self.draft == OWN_LAYERS)
 
     def planners(self, backends: Sequence[Backend], pace: AutoState | None) -> list[Planner]:
         """One for each request of a batch."""

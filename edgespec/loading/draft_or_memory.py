@@ -18,7 +18,7 @@ from edgespec.loading.pair import PairPlan, close_all, load_pair, plan_pair, rem
 from edgespec.loading.row_classes import TriedClasses, find
 from edgespec.loading.timed_pass import time_pass
 from edgespec.loop.backend import Backend
-from edgespec.loop.engines import LoadOptions, Progress
+from edgespec.loop.engines import LoadOptions, Progress, find_engine
 from edgespec.loop.pass_times import STEEP, PassTimes, distinct
 from edgespec.loop.passes import most_nodes
 from edgespec.machine import measurements
@@ -333,6 +333,24 @@ def open_pair(
         ways.remember(replace(known, drafted=speed) if drafted else replace(known, plain=speed))
 
     return backends, learn
+
+
+def planned_bytes(
+    entry: Entry, draft: str | None, models_file: str | None, options: LoadOptions, *, leave_out: bool
+) -> int:
+    """Bytes of this machine's memory that `open_pair` takes at most; arguments and errors as there.
+
+    Where an engine cannot tell, those of the files.
+    """
+    try:
+        pair = plan_pair(entry, draft, models_file, options)
+    except NoRoom:
+        if not leave_out or draft is None:
+            raise
+        pair = plan_pair(entry, None, models_file, options)
+    files = {file for path in pair.paths for file in weight_files(path)}
+    known = find_engine(pair.names[0]).memory_of(pair.plan) if pair.plan else 0
+    return known or sum(file.stat().st_size for file in files)
 
 
 def no_room(error: NoRoom) -> str:

@@ -257,6 +257,14 @@ class Engine(Protocol):
         """
         ...
 
+    def memory_of(self, plan: Any) -> int:
+        """
+        Returns:
+            Bytes of this machine's memory that a planned model takes with its drafts, besides those of the program; 0:
+            that is not known before it is loaded.
+        """
+        return 0
+
     def load_vocab(self, path: str) -> Vocab:
         """Load only the tokenizer.
 

@@ -1,6 +1,7 @@
 """Memory: sizes as text, and how much of it there is, is free, and is used by this process."""
 
 import ctypes
+import gc
 import math
 import mmap
 import os
@@ -190,6 +191,13 @@ def give_back_freed_memory() -> None:
     """Have glibc return blocks of 8 MiB and more at once: else gaps between tensors of all sizes grow for hours."""
     if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "mallopt"):
         library.mallopt(M_MMAP_THRESHOLD, 8 << 20)
+
+
+def give_back_now() -> None:
+    """Collect garbage, and have glibc return what is free: it keeps memory for each thread, also those that ended."""
+    gc.collect()
+    if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "malloc_trim"):
+        library.malloc_trim(0)
 
 
 class Usage(ctypes.Structure):

@@ -1,7 +1,7 @@
 """The ASGI application: routes, the page, and the checks and errors around them."""
 
 from collections.abc import AsyncIterator, Collection, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from edgespec.errors import EdgespecError, MissingPackage
-from edgespec.loop.grammar import json_object
+from edgespec.errors import EdgespecError
 from edgespec.server.access import OLLAMA, Guard
 from edgespec.server.dialects import embeddings, ollama, openai, tokens
 from edgespec.server.dialects import messages as anthropic
@@ -25,6 +24,7 @@ from edgespec.server.dialects.draft_prompt import typed_prompt
 from edgespec.server.dialects.responses import RESPONSES, stored_items, stored_response
 from edgespec.server.errors import Refused, refusal
 from edgespec.server.metrics import metrics
+from edgespec.server.models import Models, Served
 from edgespec.server.service import Service
 
 STATIC = Path(__file__).parent / "static"
@@ -40,16 +40,17 @@ class Static(StaticFiles):
 
 
 def make_app(
-    service: Service, *, keys: Collection[str] = (), hosts: Collection[str] = (), origins: Collection[str] = ()
+    models: Models | Service, *, keys: Collection[str] = (), hosts: Collection[str] = (), origins: Collection[str] = ()
 ) -> ASGIApp:
     """The ASGI application.
 
     Args:
-        service: the model and its requests; the caller closes the model.
+        models: that are served; a `Service` is the only one, and the caller closes its model.
         keys: as for `Guard`.
         hosts: as for `Guard`.
         origins: as for `Guard`.
     """
+    models = Models.of(models) if isinstance(models, Service) else models
     app = _starlette(
         [
             Route("/v1/chat/completions", CHAT.answer, methods=["POST"]),
@@ -81,11 +82,11 @@ def make_app(
         ],
         lifespan=_lifespan,
     )
-    app.state.service = service
+    app.state.models = models
     paths = {route.path for route in app.routes if isinstance(route, Route) and "{" not in route.path}
 
     def count(path: str, status: int) -> None:
-        service.answered[path if path in paths else "other", status] += 1
+        models.answered[path if path in paths else "other", status] += 1
 
     return _guarded(app, keys=keys, hosts=hosts, origins=origins, count=count)
 
@@ -114,12 +115,12 @@ async def _refuse_while_loading(scope: Scope, receive: Receive, send: Send) -> N
 
 @asynccontextmanager
 async def _lifespan(app: Starlette) -> AsyncIterator[None]:
-    model = app.state.service.model
-    with suppress(MissingPackage):
-        model.compile(json_object())  # llguidance reads the vocabulary once, for up to a second, and nothing else runs
-    model.scheduler.start()
+    models: Models = app.state.models
+    for service in models.services.values():
+        service.begin()
     yield
-    app.state.service.stopping = True
+    models.stop()
+    models.close()
 
 
 def error_body(refused: Refused, path: str) -> dict[str, Any]:
@@ -141,37 +142,47 @@ async def _no_such_path(http: HttpRequest, error: Exception) -> Response:
     return JSONResponse(error_body(refused, http.url.path), error.status_code, headers=error.headers)
 
 
-def _card(service: Service) -> dict[str, Any]:
-    limits = service.model.target.capabilities
+def _card(models: Models, served: Served, name: str) -> dict[str, Any]:
     return {
-        "id": service.name,
+        "id": name,
         "object": "model",
-        "created": service.started,
+        "created": models.started,
         "owned_by": "edgespec",
         "type": "model",
-        "display_name": service.name,
+        "display_name": name,
         "created_at": "1970-01-01T00:00:00Z",
-        "meta": {"n_ctx": limits.context_length, "n_vocab": service.model.target.vocab.size},
+        "meta": served.limits,
     }
 
 
 async def list_models(http: HttpRequest) -> Response:
-    card = _card(http.app.state.service)
-    ends = {"has_more": False, "first_id": card["id"], "last_id": card["id"]}
-    return JSONResponse({"object": "list", "data": [card], **ends})
+    models: Models = http.app.state.models
+    cards = [_card(models, one, name) for one in models.all for name in one.names]
+    ends = {"has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]}
+    return JSONResponse({"object": "list", "data": cards, **ends})
 
 
 async def show_model(http: HttpRequest) -> Response:
-    return JSONResponse(_card(http.app.state.service))
+    models, name = http.app.state.models, http.path_params["name"]
+    return JSONResponse(_card(models, models.named(name), name))
 
 
 async def health(http: HttpRequest) -> Response:
-    service: Service = http.app.state.service
+    """The first model, and if there are others, each."""
+    models: Models = http.app.state.models
+    found = {"status": "stopping" if models.stopping else "ok", **_state(models.all[0])}
+    several = {"memory": models.memory, "taken": models.taken, "models": list(map(_state, models.all))}
+    return JSONResponse(found | (several if models.all[1:] else {}))
+
+
+def _state(served: Served) -> dict[str, Any]:
+    if not (service := served.service):
+        return {"model": served.name, "loaded": False}
     target, scheduler = service.model.target, service.model.scheduler
     exact = target.capabilities.exact
-    found = {
-        "status": "stopping" if service.stopping else "ok",
-        "model": service.name,
+    return {
+        "model": served.name,
+        "loaded": True,
         "engine": target.name,
         "where": service.model.where.as_dict(),
         "planner": service.model.planners[0].name,
@@ -183,11 +194,10 @@ async def health(http: HttpRequest) -> Response:
         "active": scheduler.active,
         "waiting": scheduler.waiting,
     }
-    return JSONResponse(found)
 
 
 async def show_metrics(http: HttpRequest) -> Response:
-    return PlainTextResponse(metrics(http.app.state.service), media_type="text/plain; version=0.0.4")
+    return PlainTextResponse(metrics(http.app.state.models), media_type="text/plain; version=0.0.4")
 
 
 async def page(http: HttpRequest) -> Response:

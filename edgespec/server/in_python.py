@@ -46,6 +46,8 @@ async def acompletion(model: Model, **request: Any) -> dict[str, Any]:
         raise UsageError(error.message) from error
     try:
         await answers.whole()
-        return ChatWriter(service, body, answers).whole()
+        writer = ChatWriter(body, service.name)
+        writer.start(service, answers)
+        return writer.whole()
     finally:
         answers.cancel()

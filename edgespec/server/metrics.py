@@ -2,14 +2,31 @@
 
 from collections.abc import Mapping
 
+from edgespec.server.models import Models
 from edgespec.server.service import Service
 
+Values = Mapping[str, float]  # by labels
 
-def metrics(service: Service) -> str:
+
+def metrics(models: Models) -> str:
+    answered: dict[str, float] = {
+        f'path="{path}",status="{status}"': count for (path, status), count in models.answered.items()
+    }
+    found: dict[tuple[str, str], dict[str, float]] = {("requests_total", "counter"): answered}
+    for name, service in models.services.items():
+        label = f'model="{name}"' if models.all[1:] else ""
+        for kind, values in _of_service(service).items():
+            labelled = {",".join(filter(None, (label, labels))): value for labels, value in values.items()}
+            found.setdefault(kind, {}).update(labelled)
+    if models.all[1:]:
+        found["memory_bytes", "gauge"] = {f'model="{one.name}"': one.size * bool(one.service) for one in models.all}
+    return "\n".join(line for (name, kind), values in found.items() for line in _lines(name, kind, values)) + "\n"
+
+
+def _of_service(service: Service) -> dict[tuple[str, str], Values]:
     scheduler, counts = service.model.scheduler, service.model.scheduler.counts
     fresh = counts.prompt_tokens - counts.cached_tokens
-    answered = {f'path="{path}",status="{status}"': count for (path, status), count in service.answered.items()}
-    counters: dict[str, Mapping[str, float]] = {
+    counters: dict[str, Values] = {
         "prompt_tokens": {'cached="false"': fresh, 'cached="true"': counts.cached_tokens},
         "tokens": {f'source="{source}"': count for source, count in counts.tokens.items()},
         "passes": {"": counts.passes},
@@ -18,12 +35,10 @@ def metrics(service: Service) -> str:
         "works": {"": counts.works},
         "draft_nodes": {"": counts.nodes},
         "texts": {f'ended="{how}"': count for how, count in counts.requests.copy().items()},  # other threads add
-        "requests": answered,
     }
     gauges = {"active": scheduler.active, "waiting": scheduler.waiting, "kept_tokens": scheduler.kept_tokens}
-    lines = [line for name, values in counters.items() for line in _lines(f"{name}_total", "counter", values)]
-    lines += [line for name, value in gauges.items() for line in _lines(name, "gauge", {"": value})]
-    return "\n".join(lines) + "\n"
+    found = {(f"{name}_total", "counter"): values for name, values in counters.items()}
+    return found | {(name, "gauge"): {"": value} for name, value in gauges.items()}
 
 
 def _lines(name: str, kind: str, values: Mapping[str, float]) -> list[str]:

@@ -1,17 +1,17 @@
 """From a `Question` to submitted requests: limits, token ids, grammar, parser."""
 
 import asyncio
-import time
-from collections import Counter
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from hashlib import sha256
 from typing import TypeVar
 
-from edgespec.loop.grammar import Compiled
+from edgespec.errors import MissingPackage
+from edgespec.loop.grammar import Compiled, json_object
 from edgespec.loop.hint_texts import HintTexts
 from edgespec.loop.passes import check_room
 from edgespec.loop.sampling import SamplingParams
@@ -39,6 +39,25 @@ SHORT_THREADS = 2
 Found = TypeVar("Found")
 
 
+class BodyReaders:
+    """Threads that read bodies, and make token ids of them."""
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        self._short = ThreadPoolExecutor(SHORT_THREADS, "edgespec short bodies")
+        self._long = ThreadPoolExecutor(1, "edgespec long bodies")
+
+    async def read(self, size: int, work: Callable[[], Found]) -> Found:
+        """The result of `work` on a body of `size` bytes, in a thread; within `admitted`.
+
+        Raises:
+            OtherProcess: a fork has none of these threads.
+        """
+        check_process(self._process)
+        threads = self._long if size > LONG_BODY else self._short
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
+
+
 @dataclass
 class Service:
     model: Model
@@ -46,8 +65,7 @@ class Service:
     most_waiting: int = MOST_WAITING
     ping_seconds: float = PING_SECONDS
     stopping: bool = False
-    started: int = field(default_factory=lambda: int(time.time()))
-    answered: Counter[tuple[str, int]] = field(default_factory=Counter)
+    readers: BodyReaders = field(default_factory=BodyReaders)
     stored: StoredResponses = field(default_factory=StoredResponses)
 
     def __post_init__(self) -> None:
@@ -59,9 +77,18 @@ class Service:
         self.typing_ahead = TypingAhead(self.model)
         self._preparing = 0
         self._grammars = ThreadPoolExecutor(GRAMMAR_THREADS, "edgespec grammars")
-        self._short = ThreadPoolExecutor(SHORT_THREADS, "edgespec short bodies")
-        self._long = ThreadPoolExecutor(1, "edgespec long bodies")
         self.embedding = ThreadPoolExecutor(1, "edgespec embeddings")
+
+    def begin(self) -> None:
+        """Be ready for requests."""
+        with suppress(MissingPackage):
+            self.model.compile(json_object())  # llguidance reads the vocabulary once, and nothing else runs meanwhile
+        self.model.scheduler.start()
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """For clients."""
+        return {"n_ctx": self.model.target.capabilities.context_length, "n_vocab": self.model.target.vocab.size}
 
     @cached_property
     def fingerprint(self) -> str:
@@ -77,16 +104,6 @@ class Service:
         if not conversation:
             return self.raw_format
         return self.tool_format if conversation.tools else self.chat_format
-
-    async def read(self, size: int, work: Callable[[], Found]) -> Found:
-        """The result of `work` on a body of `size` bytes, in a thread; within `admitted`.
-
-        Raises:
-            OtherProcess: a fork has none of these threads.
-        """
-        check_process(self.model.scheduler.process)
-        threads = self._long if size > LONG_BODY else self._short
-        return await asyncio.get_running_loop().run_in_executor(threads, work)
 
     async def start(self, question: Question, sender: str, size: int = 0) -> Answers:
         return Answers(await self.prepare(question, sender, size), self.submit, self.ping_seconds)
@@ -105,7 +122,7 @@ class Service:
         self._check(question)
         form, tools = self.format_of(question.conversation), question.tools
         with self.admitted(question.choices * (len(question.prompts) or 1)):
-            prompts, sampling = await self.read(size, partial(self._read, question))
+            prompts, sampling = await self.readers.read(size, partial(self._read, question))
             in_thought = form.begins_in_thought(prompts[0][0])
             grammar: Compiled | None = None
             if question.grammar or (tools and tools.required):
@@ -199,16 +216,20 @@ class Service:
         """Count answers from before work is done for them until they are submitted; raises Refused: too many wait."""
         if self.stopping:
             raise Refused(503, "the server is stopping")
-        scheduler = self.model.scheduler
-        room, waiting = self.most_waiting + len(self.model.planners), scheduler.waiting + self._preparing
+        room = self.most_waiting + len(self.model.planners)
         refuse_if(wanted > room, f"{wanted} texts are asked for at once, but at most {room} may be")
-        if waiting + scheduler.active + wanted > room:
+        if self.busy() + wanted > room:
+            waiting = self.busy() - self.model.scheduler.active
             raise Refused(429, f"{waiting} requests are waiting already: come again in a moment")
         self._preparing += wanted
         try:
             yield
         finally:
             self._preparing -= wanted
+
+    def busy(self) -> int:
+        """Answers that are written, wait or are prepared."""
+        return self.model.scheduler.active + self.model.scheduler.waiting + self._preparing
 
     def submit(self, request: Request, emit: Emit) -> Seq:
         """Submit a request, or take over an equal one."""

@@ -74,6 +74,7 @@ CHUNK_SHARE = 1 / 32  # maximum relative increase of streamed bytes by the buffe
 CHUNK_SHARE_OF_EXPERTS = 1 / 128  # the same where experts are read: pools lose more than their share
 RESERVED_SHARE = 1 / 32  # of memory, with a MARGIN, for pages of libraries and page tables
 ROOM_FOR_BUFFERS = 2 << 30
+DOUBT = MARGIN // 2  # bytes by which two measurements of a tokenizer may differ
 OWN: dict[str, Any] = {"page": 1, "whole": True}  # of plans for `OwnMemory`, to which whole weights are read
 # Bytes in llama-kv-cells.h, as measured: of a cell, and of a node of `used` or, for each sequence id, of `seq_pos`.
 CELL, TAG = 48, 48
@@ -211,6 +212,22 @@ class MemoryPlanner:
         fixed += 0 if streams else largest_copy(self.tensors, True)
         # Two devices compute in this memory.
         return [fixed + one.total + one.compute_on_gpu(gpu_layers) for one in buffers]
+
+    def taken(self, size: ContextSize, gpu_layers: int, weights: Plan | None) -> int:
+        """Bytes of this memory that the model takes with its drafts; if it does not fit, all that the program has not.
+
+        Args:
+            size: of its context.
+            gpu_layers: as in `LoadOptions`.
+            weights: its plan.
+        """
+        fixed = self.machine.used + MARGIN
+        if weights:
+            return self.room - fixed
+        own = any(not gpu.shared for gpu in self.gpus)
+        tensors = divide(self.tensors, gpu_layers)[0] if own else self.tensors
+        needed = self.needs([size], gpu_layers, streams=False)[0] + self._drafts(size) - fixed
+        return needed + sum(tensor.size for tensor in tensors) + DOUBT
 
     def choose_gpu_layers(self, size: ContextSize) -> int:
         """Default of `gpu_layers`, for GPUs or lenders."""

@@ -141,11 +141,11 @@ class ChatWriter(ChoicesWriter):
     empty: ClassVar = {"delta": {"content": ""}, "logprobs": None}
     last: ClassVar = {"delta": {}, "logprobs": None}
 
-    def __init__(self, service: Service, body: ChatBody, answers: Answers) -> None:
-        super().__init__(service, body, answers)
+    def start(self, service: Service, answers: Answers) -> None:
+        super().start(service, answers)
         # Parts of each answer, and the numbers of calls by those of their parts.
         self._parts = {id(answer): (Parts(), dict[int, int]()) for answer in answers.all}
-        self._free = [tool["custom"]["name"] for tool in body.tools or () if tool.get("type") == "custom"]
+        self._free = [tool["custom"]["name"] for tool in self._body.tools or () if tool.get("type") == "custom"]
 
     def choice(self, answer: Answer) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}

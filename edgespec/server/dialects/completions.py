@@ -55,8 +55,8 @@ class CompletionWriter(ChoicesWriter):
     empty: ClassVar = {"text": "", "logprobs": None}
     last: ClassVar = empty
 
-    def __init__(self, service: Service, body: CompletionBody, answers: Answers) -> None:
-        super().__init__(service, body, answers)
+    def start(self, service: Service, answers: Answers) -> None:
+        super().start(service, answers)
         self._offsets = {id(answer): Offsets(self._vocab) for answer in answers.all}
 
     def choice(self, answer: Answer) -> dict[str, Any]:

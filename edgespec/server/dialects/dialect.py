@@ -2,7 +2,7 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -16,15 +16,30 @@ from starlette.types import Receive, Scope, Send
 from edgespec.errors import ContextFull
 from edgespec.scheduler.events import Event
 from edgespec.server.access import SENDER
-from edgespec.server.answers import Answers
+from edgespec.server.answers import Answer, Answers
 from edgespec.server.conversation import Question
 from edgespec.server.errors import Refused, refusal
+from edgespec.server.models import Models
 from edgespec.server.service import Service
+from edgespec.server.stored import StoredResponses
 from edgespec.server.wire import Lenient, ServerSent, answer_whole, parsed_body, read_body, sse
 
 
 class Writer(ABC):
     """Writes the answers to one body, whole or as server-sent events."""
+
+    def __init__(self, body: Any, name: str) -> None:
+        """
+        Args:
+            body: of the request.
+            name: of the model.
+        """
+        self._body, self._model = body, body.model or name
+        self._all: Sequence[Answer] = ()  # none before `start`
+
+    def start(self, service: Service, answers: Answers) -> None:
+        """Called once the model is loaded; before, only `silent`, or `begin` and `error`."""
+        self._service, self._answers, self._all = service, answers, answers.all
 
     @abstractmethod
     def whole(self) -> Mapping[str, Any] | str:
@@ -80,7 +95,7 @@ class Dialect:
     Attributes:
         body: the class of its bodies; they have a field `stream`.
         question: of a body; None: it asks nothing. Raises Refused or UsageError.
-        writer: for a body and its answers.
+        writer: for a body and its model's name.
         recall: looks up what a body refers to, for its sender; returns the bytes. Raises Refused.
         streams_too_long: a stream refuses a prompt for its length, instead of a status.
         line: of an event in a stream.
@@ -89,37 +104,62 @@ class Dialect:
 
     body: type[Lenient]
     question: Callable[[Any], Question | None]
-    writer: Callable[[Service, Any, Answers], Writer]
-    recall: Callable[[Service, Any, str], int] = lambda service, body, sender: 0
+    writer: Callable[[Any, str], Writer]
+    recall: Callable[[StoredResponses, Any, str], int] = lambda stored, body, sender: 0
     streams_too_long: bool = False
     line: Callable[[str | None, Any], bytes] = sse
     media_type: str = "text/event-stream"
 
     async def answer(self, http: HttpRequest) -> Response:
-        service: Service = http.app.state.service
+        models: Models = http.app.state.models
         data, sender = await read_body(http), http.scope[SENDER]
-        with service.admitted():
-            body: Any = await service.read(len(data), partial(parsed_body, data, self.body))
-            size = len(data) + self.recall(service, body, sender)
-            question = await service.read(size, partial(self.question, body))
-        nothing = Answers((), service.submit, service.ping_seconds)
-        try:
-            answers = await service.start(question, sender, size) if question else nothing
-        except ContextFull as error:
-            if not (body.stream and self.streams_too_long):
-                raise
-            writer = self.writer(service, body, nothing)
-            return EventStream(self.line(*sent) for sent in (*writer.begin(), *writer.error(refusal(error))))
-        with ExitStack() as left_early:
-            left_early.callback(answers.cancel)
-            writer = self.writer(service, body, answers)
-            if not body.stream:
-                return await answer_whole(http, answers.whole(), writer.whole)
-            left_early.pop_all()
-        return EventStream(self._lines(writer, answers), answers.cancel, self.media_type)
+        with models.admitted():
+            body: Any = await models.readers.read(len(data), partial(parsed_body, data, self.body))
+            size = len(data) + self.recall(models.stored, body, sender)
+            question = await models.readers.read(size, partial(self.question, body))
+        lease = models.lease(body.model)
+        writer = self.writer(body, lease.name)
 
-    async def _lines(self, writer: Writer, answers: Answers) -> AsyncIterator[bytes]:
+        async def start() -> Answers:
+            service = await lease.service()
+            nothing = Answers((), service.submit, service.ping_seconds)
+            answers = await service.start(question, sender, size) if question else nothing
+            writer.start(service, answers)
+            return answers
+
+        async def whole() -> None:
+            await (await starting).whole()
+
+        starting = asyncio.create_task(start())
+
+        def leave() -> None:
+            if not starting.cancel() and not starting.cancelled() and not starting.exception():
+                starting.result().cancel()
+            lease.release()
+
+        with ExitStack() as left_early:
+            left_early.callback(leave)
+            if not body.stream:
+                return await answer_whole(http, whole(), writer.whole)
+            try:
+                if lease.is_loaded:  # else the stream begins before, so that its client sees that something happens
+                    await starting
+            except ContextFull as error:
+                if not self.streams_too_long:
+                    raise
+                return EventStream(self.line(*sent) for sent in writer.error(refusal(error)))
+            left_early.pop_all()
+        return EventStream(self._lines(writer, starting, models.ping_seconds), leave, self.media_type)
+
+    async def _lines(
+        self, writer: Writer, starting: asyncio.Task[Answers], ping_seconds: float
+    ) -> AsyncIterator[bytes]:
         try:
+            while not starting.done():
+                if not (await asyncio.wait([starting], timeout=ping_seconds))[0]:
+                    for sent in writer.silent():
+                        yield self.line(*sent)
+            answers = starting.result()
             for sent in writer.begin():
                 yield self.line(*sent)
             spoke = monotonic()

@@ -14,6 +14,7 @@ from edgespec.server.access import SENDER
 from edgespec.server.conversation import Conversation, Question
 from edgespec.server.dialects.chat import ChatBody, question_of
 from edgespec.server.model_format import ModelFormat
+from edgespec.server.models import Models
 from edgespec.server.service import Service
 from edgespec.server.wire import MOST_NAME, parsed_body, read_body
 
@@ -27,25 +28,32 @@ class TypedBody(ChatBody):
 
 
 async def typed_prompt(http: HttpRequest) -> Response:
-    service: Service = http.app.state.service
+    models: Models = http.app.state.models
     data = await read_body(http)
-    with service.admitted():
-        body, question = await service.read(len(data), lambda: _read(data))
+    with models.admitted():
+        body, question = await models.readers.read(len(data), lambda: _read(data))
     told: dict[str, Any] = {"pause": body.pause, "tokens": 0}
-    if not question or not question.conversation:
+    if not question or not question.conversation or not models.wanted(body.model).service:
         return JSONResponse(told)
-    (answer,) = await service.prepare(question, http.scope[SENDER], len(data))
+    async with models.service(body.model) as service:
+        return JSONResponse(told | await _prepare(service, body, question, http.scope[SENDER], len(data)))
+
+
+async def _prepare(service: Service, body: TypedBody, question: Question, sender: str, size: int) -> dict[str, Any]:
+    """Returns fields of the answer."""
+    assert question.conversation
+    (answer,) = await service.prepare(question, sender, size)
     request, name = answer.request, answer.request.sender + body.id
     if body.pause:
         service.typing_ahead.prepare(name, request, PREPARED)
-        return JSONResponse(told | {"tokens": len(request.prompt_ids), "seed": request.sampling.seed})
+        return {"tokens": len(request.prompt_ids), "seed": request.sampling.seed}
     with service.admitted():
         form = service.format_of(question.conversation)
-        ids = await service.read(len(data), partial(stable_ids, form, question.conversation))
-    if len(ids) > 1:
-        service.typing_ahead.prepare(name, replace(request, prompt_ids=ids), 0)
-        told["tokens"] = len(ids)
-    return JSONResponse(told)
+        ids = await service.readers.read(size, partial(stable_ids, form, question.conversation))
+    if len(ids) <= 1:
+        return {}
+    service.typing_ahead.prepare(name, replace(request, prompt_ids=ids), 0)
+    return {"tokens": len(ids)}
 
 
 def _read(data: bytearray) -> tuple[TypedBody, Question | None]:

@@ -17,6 +17,7 @@ from edgespec.loop.sampling import Float32Array
 from edgespec.server.conversation import Prompt
 from edgespec.server.dialects.completions import several
 from edgespec.server.errors import refuse_if
+from edgespec.server.models import Models
 from edgespec.server.service import Service
 from edgespec.server.wire import MOST_NAME, Checked, Listed, answer_whole, json_of, parsed_body, read_body
 
@@ -90,45 +91,59 @@ def prompt_told(body: PromptBody, name: str, found: Sequence[Float32Array], toke
 
 
 async def answer(kind: type[EmbeddingFields], told: Told, http: HttpRequest) -> Response:
-    service: Service = http.app.state.service
-    data, begun, texts = await read_body(http), monotonic_ns(), list[str]()
-    with service.admitted():
-        body, prompts = await service.read(len(data), partial(_read, service, kind, data))
-
-        async def embed() -> None:
-            """One text after the other: the client may leave, and others take turns."""
-            loop, found = asyncio.get_running_loop(), list[Float32Array]()
-            for ids in prompts:
-                work = partial(service.model.embed, [ids], pooling=body.pooling)
-                found.extend(await loop.run_in_executor(service.embedding, work))
-                width, wanted = len(found[0]), body.dimensions
-                says = f"dimensions is {wanted}, but this model's vectors have {width}, which are not shortened here"
-                refuse_if(wanted not in (None, width), says, "dimensions")
-            tokens, took = sum(map(len, prompts)), monotonic_ns() - begun
-            answer = partial(told, body, service.name, found, tokens, took)
-            texts.append(await loop.run_in_executor(service.embedding, lambda: json_of(answer())))
-
-        return await answer_whole(http, embed(), lambda: texts[0])
+    models: Models = http.app.state.models
+    data, begun = await read_body(http), monotonic_ns()
+    with models.admitted():
+        body = await models.readers.read(len(data), partial(_read, kind, data))
+    async with models.service(body.model) as service:
+        with service.admitted():
+            prompts = await models.readers.read(len(data), partial(_encoded, service, body))
+            return await _answered(http, service, body, prompts, told, begun)
 
 
-def _read(service: Service, kind: type[EmbeddingFields], data: bytearray) -> tuple[Any, list[list[int]]]:
-    """The body, and the tokens of its texts; raises Refused or UsageError."""
+async def _answered(
+    http: HttpRequest, service: Service, body: EmbeddingFields, prompts: Sequence[list[int]], told: Told, begun: int
+) -> Response:
+    texts = list[str]()
+
+    async def embed() -> None:
+        """One text after the other: the client may leave, and others take turns."""
+        loop, found = asyncio.get_running_loop(), list[Float32Array]()
+        for ids in prompts:
+            work = partial(service.model.embed, [ids], pooling=body.pooling)
+            found.extend(await loop.run_in_executor(service.embedding, work))
+            width, wanted = len(found[0]), body.dimensions
+            says = f"dimensions is {wanted}, but this model's vectors have {width}, which are not shortened here"
+            refuse_if(wanted not in (None, width), says, "dimensions")
+        tokens, took = sum(map(len, prompts)), monotonic_ns() - begun
+        answer = partial(told, body, service.name, found, tokens, took)
+        texts.append(await loop.run_in_executor(service.embedding, lambda: json_of(answer())))
+
+    return await answer_whole(http, embed(), lambda: texts[0])
+
+
+def _read(kind: type[EmbeddingFields], data: bytearray) -> EmbeddingFields:
+    """Raises Refused or UsageError."""
     body = parsed_body(data, kind)
     if body.pooling not in (None, *POOLINGS):
         raise must_be("pooling", body.pooling, f"one of {', '.join(POOLINGS)}")
-    given = body.inputs
-    says = f"there are {len(given)} inputs, but at most {MOST_INPUTS} may be given"
-    refuse_if(len(given) > MOST_INPUTS, says, "input")
+    says = f"there are {len(body.inputs)} inputs, but at most {MOST_INPUTS} may be given"
+    refuse_if(len(body.inputs) > MOST_INPUTS, says, "input")
+    return body
+
+
+def _encoded(service: Service, body: EmbeddingFields) -> list[list[int]]:
+    """The tokens of its texts; raises Refused or UsageError."""
     target, found = service.model.target, list[list[int]]()
     most = target.capabilities.context_length - 1
-    for i, one in enumerate(given):
+    for i, one in enumerate(body.inputs):
         if body.truncate and isinstance(one, str):
             ids = service.encode(one[: most * target.vocab.longest])[:most]
         else:
             ids = service.encode(one)
         refuse_if(not ids, f"input.{i} is empty: give at least one word", "input")
         found.append(ids)
-    return body, found
+    return found
 
 
 OPENAI = partial(answer, OpenAIEmbeddingsBody, openai_told)

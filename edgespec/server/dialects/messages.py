@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -18,6 +19,7 @@ from edgespec.server.conversation import MOST_TURNS, Conversation, Piece, Questi
 from edgespec.server.dialects.dialect import Dialect, Writer
 from edgespec.server.dialects.openai import Extra, schema_grammar, thinking_options
 from edgespec.server.errors import Refused, refuse_if
+from edgespec.server.models import Models
 from edgespec.server.service import Service
 from edgespec.server.tool_calls import CLOSED, Call, Tools, choose_tools, replayed
 from edgespec.server.wire import (
@@ -88,15 +90,20 @@ class MessagesBody(CountBody):
 
 
 async def count_tokens(http: HttpRequest) -> Response:
-    service: Service = http.app.state.service
+    models: Models = http.app.state.models
     data = await read_body(http)
 
-    def count() -> int:
-        conversation = conversation_of(parsed_body(data, CountBody))
-        return len(service.format_of(conversation).prompt_ids(conversation))
+    def read() -> tuple[str, Conversation]:
+        body = parsed_body(data, CountBody)
+        return body.model, conversation_of(body)
 
-    with service.admitted():
-        return JSONResponse({"input_tokens": await service.read(len(data), count)})
+    with models.admitted():
+        name, conversation = await models.readers.read(len(data), read)
+    async with models.service(name) as service:
+        with service.admitted():
+            form = service.format_of(conversation)
+            tokens = len(await models.readers.read(len(data), partial(form.prompt_ids, conversation)))
+    return JSONResponse({"input_tokens": tokens})
 
 
 def question_of(body: MessagesBody) -> Question:
@@ -246,13 +253,17 @@ def ending(answer: Answer, max_tokens: int) -> dict[str, str | None]:
 
 
 class MessagesWriter(Writer):
-    def __init__(self, service: Service, body: MessagesBody, answers: Answers) -> None:
-        (self._answer,), self._answers, self._most = answers.all, answers, body.max_tokens
+    def __init__(self, body: MessagesBody, name: str) -> None:
+        super().__init__(body, name)
         self._head: dict[str, Any] = {
-            "id": new_id("msg_"), "type": "message", "role": "assistant", "model": body.model or service.name,
+            "id": new_id("msg_"), "type": "message", "role": "assistant", "model": self._model,
         }  # fmt: skip
+        self._most, self._parts, self._begun = body.max_tokens, Parts(), False
+
+    def start(self, service: Service, answers: Answers) -> None:
+        super().start(service, answers)
+        (self._answer,) = answers.all
         self._head |= {"edgespec": {"approximate": service.model.approximate}} if service.model.approximate else {}
-        self._parts, self._begun = Parts(), False
 
     def whole(self) -> dict[str, Any]:
         content, told = list(map(block, self._answer.pieces)), {"edgespec": self._answers.account}
@@ -273,7 +284,7 @@ class MessagesWriter(Writer):
             yield named("message_stop")
 
     def silent(self) -> Iterator[ServerSent]:
-        yield from self._begin()
+        yield from self._begin() if self._all else ()
         yield named("ping")
 
     def error(self, refused: Refused) -> Iterator[ServerSent]:

@@ -16,7 +16,7 @@ from edgespec import __version__
 from edgespec.errors import must_be
 from edgespec.loop.grammar import Grammar, json_object, json_schema
 from edgespec.scheduler.events import Ended, Event
-from edgespec.server.answers import Answer, Answers
+from edgespec.server.answers import Answer
 from edgespec.server.content import result_of, text_of
 from edgespec.server.conversation import MOST_TURNS, UNLIMITED, Conversation, Piece, Question, Thought, Turn, role_of
 from edgespec.server.dialects.chat import calls_of
@@ -24,7 +24,7 @@ from edgespec.server.dialects.dialect import Dialect, Writer
 from edgespec.server.dialects.openai import template_options
 from edgespec.server.errors import Refused, refuse_if
 from edgespec.server.gap import Gap
-from edgespec.server.service import Service
+from edgespec.server.models import Models, Served
 from edgespec.server.tool_calls import Call, choose_tools
 from edgespec.server.wire import MOST_NAME, Listed, SamplingFields, ServerSent, json_line, parsed_body, read_body
 
@@ -179,9 +179,9 @@ def now() -> str:
 
 
 class OllamaWriter(Writer):
-    def __init__(self, service: Service, body: OllamaBody, answers: Answers) -> None:
-        self._answers, self._begun, self._calls = answers, monotonic_ns(), 0
-        self._model, self._unloads = body.model or service.name, body.keep_alive in (0, "0", "0s")
+    def __init__(self, body: OllamaBody, name: str) -> None:
+        super().__init__(body, name)
+        self._begun, self._calls, self._unloads = monotonic_ns(), 0, body.keep_alive in (0, "0", "0s")
 
     @abstractmethod
     def part(self, text: str, more: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,7 +198,7 @@ class OllamaWriter(Writer):
         return {"model": self._model, "created_at": now(), **self.part(text, more), "done": False, **ended}
 
     def _last(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        for answer in self._answers.all:  # one; none where nothing is asked
+        for answer in self._all:  # one; none where nothing is asked
             reason = "length" if answer.is_cut else "stop"
             told = {"done_reason": reason, **self._counts(answer), "edgespec": self._answers.account}
             return self._line(pieces, done=True, **told)
@@ -214,10 +214,10 @@ class OllamaWriter(Writer):
         }  # fmt: skip
 
     def whole(self) -> dict[str, Any]:
-        return self._last([piece for answer in self._answers.all for piece in answer.pieces])
+        return self._last([piece for answer in self._all for piece in answer.pieces])
 
     def after(self, number: int, event: Event) -> Iterator[ServerSent]:
-        (answer,) = self._answers.all
+        (answer,) = self._all
         if answer.new:
             yield None, self._line(answer.new)
         if isinstance(event, Ended):
@@ -227,7 +227,7 @@ class OllamaWriter(Writer):
         yield None, self._line()
 
     def end(self) -> Iterator[ServerSent]:
-        if not self._answers.all:
+        if not self._all:
             yield None, self._last(())
 
     def error(self, refused: Refused) -> Iterator[ServerSent]:
@@ -263,47 +263,44 @@ async def version(http: HttpRequest) -> Response:
     return JSONResponse({"version": VERSION, "edgespec": __version__})
 
 
-def card(service: Service, **more: Any) -> dict[str, Any]:
-    digest = sha256(service.fingerprint.encode()).hexdigest()
-    return {
-        "name": service.name,
-        "model": service.name,
-        "size": 0,
-        "digest": digest,
-        "details": details(service),
-    } | more
+def card(served: Served, **more: Any) -> dict[str, Any]:
+    digest = sha256(served.name.encode()).hexdigest()
+    told = {"name": served.name, "model": served.name, "size": served.size, "digest": digest}
+    return {**told, "details": details(served), **more}
 
 
-def details(service: Service) -> dict[str, Any]:
-    form = "gguf" if service.model.target.name == "llamacpp" else "safetensors"
-    told = {"parent_model": "", "format": form, "family": "edgespec", "families": ["edgespec"]}
-    return {**told, "parameter_size": "", "quantization_level": ""}
+def details(served: Served) -> dict[str, Any]:
+    is_folder = served.service and served.service.model.target.name != "llamacpp"
+    told = {"parent_model": "", "format": "safetensors" if is_folder else "gguf", "family": "edgespec"}
+    return {**told, "families": ["edgespec"], "parameter_size": "", "quantization_level": ""}
 
 
 async def tags(http: HttpRequest) -> Response:
-    service: Service = http.app.state.service
-    at = datetime.fromtimestamp(service.started, UTC).isoformat()
-    return JSONResponse({"models": [card(service, modified_at=at)]})
+    models: Models = http.app.state.models
+    at = datetime.fromtimestamp(models.started, UTC).isoformat()
+    return JSONResponse({"models": [card(one, modified_at=at) for one in models.all]})
 
 
 async def running(http: HttpRequest) -> Response:
-    service: Service = http.app.state.service
-    length = service.model.target.capabilities.context_length
-    return JSONResponse({"models": [card(service, expires_at=NEVER, size_vram=0, context_length=length)]})
+    models: Models = http.app.state.models
+    found = [
+        card(one, expires_at=NEVER, size_vram=0, context_length=one.limits["n_ctx"])
+        for one in models.all
+        if one.service
+    ]
+    return JSONResponse({"models": found})
 
 
 async def show(http: HttpRequest) -> Response:
-    service: Service = http.app.state.service
-    parsed_body(await read_body(http), NamedBody)
-    target = service.model.target
-    known = {
-        "general.architecture": "edgespec",
-        "general.basename": service.name,
-        "edgespec.context_length": target.capabilities.context_length,
-    }
-    able = ["completion", "tools", *(["thinking"] if service.chat_format.thinking else [])]
-    about = {"modelfile": "", "parameters": "", "template": target.vocab.chat_template or ""}
-    return JSONResponse({**about, "details": details(service), "model_info": known, "capabilities": able})
+    """It loads no model: programs ask for each that there is."""
+    models: Models = http.app.state.models
+    served = models.wanted(parsed_body(await read_body(http), NamedBody).model)
+    service, known = served.service, {"general.architecture": "edgespec", "general.basename": served.name}
+    known |= {"edgespec.context_length": served.limits["n_ctx"]} if served.limits else {}
+    able = ["completion", "tools", *(["thinking"] if service and service.chat_format.thinking else [])]
+    template = (service.model.target.vocab.chat_template or "") if service else ""
+    about = {"modelfile": "", "parameters": "", "template": template}
+    return JSONResponse({**about, "details": details(served), "model_info": known, "capabilities": able})
 
 
 async def refuse(http: HttpRequest) -> Response:

@@ -200,17 +200,21 @@ class ChoicesWriter(Writer):
     empty: ClassVar[Mapping[str, Any]]
     last: ClassVar[Mapping[str, Any]]
 
-    def __init__(self, service: Service, body: ChoicesBody, answers: Answers) -> None:
-        self._body, self._answers, self._vocab = body, answers, service.model.target.vocab
+    def __init__(self, body: ChoicesBody, name: str) -> None:
+        super().__init__(body, name)
+        self._told: dict[str, Any] = {}
         self._head = {
             "id": new_id(self.prefix),
             "object": self.chunk_kind if body.stream else self.kind,
             "created": int(time.time()),
-            "model": body.model or service.name,
-            "system_fingerprint": service.fingerprint,
+            "model": self._model,
         }
+
+    def start(self, service: Service, answers: Answers) -> None:
+        super().start(service, answers)
+        self._vocab = service.model.target.vocab
         self._told = {"approximate": service.model.approximate} if service.model.approximate else {}
-        self._head |= {"edgespec": self._told} if self._told else {}
+        self._head |= {"system_fingerprint": service.fingerprint} | ({"edgespec": self._told} if self._told else {})
 
     @abstractmethod
     def choice(self, answer: Answer) -> dict[str, Any]: ...
@@ -221,17 +225,16 @@ class ChoicesWriter(Writer):
 
     def whole(self) -> dict[str, Any]:
         choices = [
-            {"index": i, **self.choice(one), "finish_reason": finish_reason(one)}
-            for i, one in enumerate(self._answers.all)
+            {"index": i, **self.choice(one), "finish_reason": finish_reason(one)} for i, one in enumerate(self._all)
         ]
         return {**self._head, "choices": choices, **self._counts()}
 
     def begin(self) -> Iterator[ServerSent]:
-        for i in range(len(self._answers.all) if self.first else 0):
+        for i in range(len(self._all) if self.first else 0):
             yield None, self._chunk(i, self.first)
 
     def after(self, number: int, event: Event) -> Iterator[ServerSent]:
-        one, extra = self._answers.all[number], self._body.edgespec
+        one, extra = self._all[number], self._body.edgespec
         if isinstance(event, Wrote):
             trace = {"edgespec": self._told | traced(event, one, self._vocab)} if extra.trace == "passes" else {}
             counts = one.chunks[-1:] == event.chunks[-1:]  # else it came after the answer's only call
@@ -248,7 +251,7 @@ class ChoicesWriter(Writer):
         yield None, "[DONE]"
 
     def silent(self) -> Iterator[ServerSent]:
-        number = next((i for i, one in enumerate(self._answers.all) if not one.ended), 0)
+        number = next((i for i, one in enumerate(self._all) if not one.ended), 0)
         yield None, self._chunk(number, self.empty)
 
     def error(self, refused: Refused) -> Iterator[ServerSent]:

@@ -26,7 +26,7 @@ from edgespec.server.dialects.items import OWN_TOOLS, SKIPPED, Offered, call_ite
 from edgespec.server.dialects.openai import OpenAIBody, error_body, template_options, usage
 from edgespec.server.errors import Refused, refuse_if
 from edgespec.server.service import Service
-from edgespec.server.stored import Stored
+from edgespec.server.stored import Stored, StoredResponses
 from edgespec.server.tool_calls import Call, choose_tools
 from edgespec.server.wire import MOST_BODY, TOKENS, Listed, ServerSent, TemplateFields, json_of, new_id, parsed
 
@@ -106,17 +106,17 @@ def id_of(item: dict[str, Any]) -> str:
     return name if isinstance(name, str) else ""
 
 
-def recall(service: Service, body: ResponsesBody, sender: str) -> int:
+def recall(stored: StoredResponses, body: ResponsesBody, sender: str) -> int:
     """Look up what a body refers to; returns its bytes. Raises Refused: it is not there, or another sender's."""
     if name := body.previous_response_id:
-        body._before = service.stored.find(sender, name)
+        body._before = stored.find(sender, name)
         if not body._before:
             says, code = f"Previous response with id {name!r} not found.", "previous_response_not_found"
             raise Refused(400, says, code, "previous_response_id")
     for item in map(reference, body.own_items):
         if item is None or any(item in one.ids for one in body._others):
             continue
-        found = service.stored.with_item(sender, item)
+        found = stored.with_item(sender, item)
         if not found:
             says = f"Item with id {item!r} not found. Items are not persisted when `store` is set to false."
             says += " Try again with `store` set to true, or remove this item from your input."
@@ -215,24 +215,28 @@ def part(text: str) -> dict[str, Any]:
 
 
 class ResponsesWriter(Writer):
-    def __init__(self, service: Service, body: ResponsesBody, answers: Answers) -> None:
-        self._service, self._body, self._answers, self._name = service, body, answers, new_id("msg_")
+    def __init__(self, body: ResponsesBody, name: str) -> None:
+        super().__init__(body, name)
+        self._name = new_id("msg_")
         # What a response has from its beginning, besides its echo.
         self._head: dict[str, Any] = {
             "id": new_id("resp_"), "object": "response", "created_at": int(time.time()),
-            "model": body.model or service.name,
+            "model": self._model,
             "max_output_tokens": body.max_output_tokens, "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": body.previous_response_id, "store": body.store,
             "truncation": "disabled", "error": None,
         }  # fmt: skip
-        for answer in answers.all:  # one; none where the prompt is too long
-            sampling, self._answer = answer.request.sampling, answer
-            self._head |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
-        self._parts, self._numbers = Parts(), count()
+        self._begun, self._parts, self._numbers = False, Parts(), count()
         self._thought: Literal["none", "open", "done"] = "none"
         self._text: dict[str, Any] | None = None  # where its deltas go; it stays open to the end
         self._calls = 0
         self._cut: dict[int, dict[str, Any]] = {}  # calls that have begun and proved to be none, by their place
+
+    def start(self, service: Service, answers: Answers) -> None:
+        super().start(service, answers)
+        (self._answer,) = answers.all
+        sampling = self._answer.request.sampling
+        self._head |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
 
     def whole(self) -> str:
         return self._store(self._response())
@@ -272,11 +276,16 @@ class ResponsesWriter(Writer):
         return {**self._head, "status": status, "output": output, **more, **told}
 
     def begin(self) -> Iterator[ServerSent]:
-        yield self._with_response("created", self._with_echo(self._head | IN_PROGRESS))
-        yield from self.silent()
+        if not self._begun:
+            self._begun = True
+            yield self._with_response("created", self._with_echo(self._head | IN_PROGRESS))
+            yield from self.silent()
 
     def silent(self) -> Iterator[ServerSent]:
-        yield self._with_response("in_progress", self._with_echo(self._head | IN_PROGRESS))
+        if not self._begun:
+            yield from self.begin()
+        else:
+            yield self._with_response("in_progress", self._with_echo(self._head | IN_PROGRESS))
 
     def after(self, number: int, event: Event) -> Iterator[ServerSent]:
         for stage, _, piece in self._parts.after(self._answer):
@@ -298,6 +307,7 @@ class ResponsesWriter(Writer):
 
     def error(self, refused: Refused) -> Iterator[ServerSent]:
         """openai-python raises what the member `error` of the first event has; Codex reads only the second."""
+        yield from self.begin()
         about = {"code": refused.code, "message": refused.message, "param": refused.param}
         yield "error", {"type": "error", **about, "sequence_number": next(self._numbers), **error_body(refused)}
         code = refused.code or ("server_error" if refused.status >= 500 else "invalid_prompt")
@@ -377,7 +387,7 @@ async def stored_response(http: HttpRequest) -> Response:
     if http.method == "GET":
         return Response(found.response, media_type="application/json")
     sender, name = http.scope[SENDER], http.path_params["name"]
-    http.app.state.service.stored.remove(sender, name)
+    http.app.state.models.stored.remove(sender, name)
     return JSONResponse({"id": name, "object": "response", "deleted": True})
 
 
@@ -386,7 +396,7 @@ async def stored_items(http: HttpRequest) -> Response:
     found, asked, name = _stored(http), http.query_params, http.path_params["name"]
     items = [
         {"id": f"{name}_{i}", "type": "message"} | item
-        for i, item in enumerate(await http.app.state.service.read(found.size, partial(parsed, found.before)))
+        for i, item in enumerate(await http.app.state.models.readers.read(found.size, partial(parsed, found.before)))
     ]
     items = items if asked.get("order") == "asc" else items[::-1]
     first = next((i + 1 for i, item in enumerate(items) if item["id"] == asked.get("after")), 0)
@@ -399,7 +409,7 @@ async def stored_items(http: HttpRequest) -> Response:
 
 def _stored(http: HttpRequest) -> Stored:
     name = http.path_params["name"]
-    found: Stored | None = http.app.state.service.stored.find(http.scope[SENDER], name)
+    found: Stored | None = http.app.state.models.stored.find(http.scope[SENDER], name)
     if not found:
         raise Refused(404, f"Response with id {name!r} not found.")
     return found

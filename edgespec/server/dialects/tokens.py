@@ -1,8 +1,11 @@
 """llama.cpp's dialect of tokens: /tokenize, /detokenize and /props."""
 
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
+from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
@@ -10,18 +13,23 @@ from edgespec import __version__
 from edgespec.errors import must_be
 from edgespec.loop.backend import Vocab
 from edgespec.loop.text import spelled
+from edgespec.server.models import Models
 from edgespec.server.service import Service
-from edgespec.server.wire import Lenient, Listed, json_of, parsed_body, read_body
+from edgespec.server.wire import MOST_NAME, Lenient, Listed, json_of, parsed_body, read_body
 
 
-class TextBody(Lenient):
+class NamedBody(Lenient):
+    model: str = Field("", max_length=MOST_NAME)
+
+
+class TextBody(NamedBody):
     content: str | list[Any]  # texts and token ids
     add_special: bool = False
     parse_special: bool = True
     with_pieces: bool = False
 
 
-class TokensBody(Lenient):
+class TokensBody(NamedBody):
     tokens: Listed[int]
 
 
@@ -33,15 +41,16 @@ async def detokenize(http: HttpRequest) -> Response:
     return await _answered(http, TokensBody, _text)
 
 
-async def _answered(http: HttpRequest, kind: Any, work: Any) -> Response:
-    service: Service = http.app.state.service
+async def _answered(http: HttpRequest, kind: type[NamedBody], work: Callable[[Vocab, Any], dict[str, Any]]) -> Response:
+    models: Models = http.app.state.models
     data = await read_body(http)
-
-    def answer() -> str:
-        return json_of(work(service.model.target.vocab, parsed_body(data, kind)))
-
-    with service.admitted():
-        return Response(await service.read(len(data), answer), media_type="application/json")
+    with models.admitted():
+        body = await models.readers.read(len(data), partial(parsed_body, data, kind))
+    async with models.service(body.model) as service:
+        with service.admitted():
+            vocab = service.model.target.vocab
+            found = await models.readers.read(len(data), lambda: json_of(work(vocab, body)))
+    return Response(found, media_type="application/json")
 
 
 def _tokens(vocab: Vocab, body: TextBody) -> dict[str, Any]:
@@ -70,13 +79,18 @@ def _text(vocab: Vocab, body: TokensBody) -> dict[str, str]:
 
 
 async def props(http: HttpRequest) -> Response:
-    service: Service = http.app.state.service
+    models: Models = http.app.state.models
+    async with models.service(http.query_params.get("model", "")) as service:
+        return JSONResponse(_props(service))
+
+
+def _props(service: Service) -> dict[str, Any]:
     model, vocab = service.model, service.model.target.vocab
     settings = {"n_ctx": model.target.capabilities.context_length, "params": asdict(model.sampling)}
     known = {"bos_token": vocab.bos_id, "eos_token": vocab.eos_id}
-    return JSONResponse({
+    return {
         "default_generation_settings": settings, "total_slots": len(model.planners), "model_alias": service.name,
         "modalities": {"vision": False, "audio": False}, "chat_template": vocab.chat_template or "",
         "chat_template_tool_use": vocab.tool_template or "", "build_info": f"edgespec {__version__}",
         **{name: "" if token is None else vocab.token_text(token) for name, token in known.items()},
-    })  # fmt: skip
+    }  # fmt: skip
