@@ -358,6 +358,20 @@ def test_a_chunk_of_a_prompt_is_as_long_as_others_may_wait(tile, tree, taken, ti
     assert chunks.fast(taken, 4 * TILE + TILE // 2) == tiles * TILE
 
 
+def test_those_who_write_have_a_share_of_the_time_beside_a_prompt():
+    """Where both cannot share passes; it was one pass for each chunk, however long that took."""
+    chunks, kinds = PromptChunks(), ""
+    assert not chunks.must_write
+    for _ in range(12):
+        prompt = not chunks.must_write
+        chunks.learn(TILE if prompt else 1, 1.3 if prompt else 0.1, prompt=prompt)
+        kinds += "p" if prompt else "t"
+    assert kinds == "pttttpttttpt"
+    chunks.learn(1, 9.0, prompt=False)  # what a long pass had too much is no debt
+    chunks.learn(TILE, 1.0, prompt=True)
+    assert chunks.must_write
+
+
 @pytest.mark.parametrize(
     ("exact", "pieces"),
     [(None, [2 * TILE, 30]), (BatchInvariance("narrow", RowClass(1, 7), RowClass(TILE, 299)), [2 * TILE + 30])],

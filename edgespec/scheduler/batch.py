@@ -87,20 +87,20 @@ class Batch:
         return nullcontext()
 
 
-def choose(seqs: Sequence[Seq], limits: Capabilities, *, read_last: bool) -> tuple[list[Seq], Seq | None]:
+def choose(seqs: Sequence[Seq], limits: Capabilities, *, must_write: bool) -> tuple[list[Seq], Seq | None]:
     """
     Args:
         seqs: those with work.
         limits: of the target.
-        read_last: the last pass had a chunk of a prompt.
+        must_write: as of `PromptChunks`.
 
     Returns:
-        Sequences to decode in the next pass, and the one to prefill; they alternate if they cannot share a pass.
+        Sequences to decode in the next pass, and the one to prefill; they take turns if they cannot share a pass.
     """
     seqs = sorted(seqs, key=lambda seq: seq.age)
     reader, writing = next_reader([seq for seq in seqs if seq.state is State.READING]), [s for s in seqs if s.may_write]
     shared = can_share_passes(limits)
-    if reader and (shared or not writing or not read_last):
+    if reader and (shared or not writing or not must_write):
         return writing if shared else [], reader
     return writing, None
 

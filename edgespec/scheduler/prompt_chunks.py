@@ -9,6 +9,7 @@ from edgespec.loop.shapes import TILE, whole_tiles
 
 FIRST_CHUNK = 2 * TILE  # tokens, while no pass with a prompt was measured
 LONGEST_WAIT = 0.25  # seconds; or two passes without a prompt, if they take longer
+WRITING = 0.25  # time of passes without a prompt, in that of chunks, where both cannot share passes
 
 
 def can_share_passes(limits: Capabilities) -> bool:
@@ -20,14 +21,20 @@ class PromptChunks:
     def __init__(self) -> None:
         self._times = PassTimes(slope=1.0)
         self.tree_seconds = 0.0
-        self.read_last = False
+        self._owed = 0.0
 
     def learn(self, nodes: int, seconds: float, *, prompt: bool) -> None:
-        self.read_last = prompt
         if prompt:
             self._times.add(nodes, seconds)
+            self._owed = WRITING * seconds
         else:
             self.tree_seconds = seconds
+            self._owed -= seconds
+
+    @property
+    def must_write(self) -> bool:
+        """Sequences that write have had too little time since the last chunk."""
+        return self._owed > 0
 
     def rows(self, reading: Prefill, room: int) -> int:
         """Of `room` rows of a pass, those that trees leave to the next chunk."""

@@ -328,7 +328,7 @@ class Scheduler:
 
     def _compose(self) -> Batch:
         limits = self.target.capabilities
-        writing, reader = choose(self._seqs(), limits, read_last=self._chunks.read_last)
+        writing, reader = choose(self._seqs(), limits, must_write=self._chunks.must_write)
         batch = compose(writing, reader, self.pool.seqs, limits, self._pace, self._chunks)
         for seq, error in batch.failed:
             with self._failing([seq]):
