@@ -34,6 +34,7 @@ from edgespec.loading.pair import (
     recall_auto_state,
 )
 from edgespec.loading.targets import open_targets
+from edgespec.loading.timed_pass import time_tiles
 from edgespec.loading.where import Where, where
 from edgespec.loop.backend import Backend, Embeds
 from edgespec.loop.grammar import Compiled, Compiler, Grammar
@@ -590,10 +591,12 @@ def load_asked(asked: Asked) -> Model:
     try:
         _use_template(backends[0], asked.template)
         limits, defaults = backends[0].capabilities, _defaults(asked, backends)
-        pace = None if asked.fixed else new_auto_state(limits.streams, limits.experts)
+        pace = None if asked.fixed else new_auto_state(limits.streams, limits.experts, tiled=limits.tiled)
         keeps = asked.remember and asked.planner != "none" and not asked.method  # it may accept more than exact runs do
         if pace and keeps:
             defaults["at_close"] = recall_auto_state(pace, asked.sources(backends), backends[0], asked.about, learn)
+        if pace and asked.planner != "none":
+            time_tiles(pace, *backends, say=asked.say)
         return Model(backends[0], asked.planners(backends, pace), pace=pace, owned=backends, **defaults)
     except BaseException:
         close_all(backends)

@@ -14,6 +14,7 @@ import numpy as np
 from edgespec.backends.common.paths import MOST_UNREAD_IN_MEMORY
 from reference.backend import ReferenceBackend
 
+from edgespec.loading.timed_pass import TIMED
 from edgespec.loop.draft_passes import run_one
 from edgespec.loop.passes import rows_of
 from edgespec.loop.planner import Context, Planner, PlannerStats
@@ -37,6 +38,15 @@ COSTS: dict[str, Cost] = {
     "step": lambda nodes: 0.04 if nodes == 1 else 0.05 if nodes < 8 else 0.1 + 0.002 * (nodes - 8),
     "flat": lambda nodes: 1.0 + 0.002 * (nodes - 1),
 }
+# Plain passes that 1 to 8 rows take on an M4 Pro (ggml-org/llama.cpp issues #25250 and #25377). From 9 rows on, each 32
+# rows begun take as long as about 4 (issue #27441).
+ROWS = (1.0, 1.81, 2.8, 3.8, 4.7, 5.6, 6.5, 7.4)
+TILE_OF_ROWS, PASSES = 32, 3.7
+
+
+def tiles(rows: int) -> float:
+    """Seconds of a pass that computes tiles of rows."""
+    return 0.05 * (ROWS[rows - 1] if rows <= len(ROWS) else PASSES * -(-rows // TILE_OF_ROWS))
 
 
 class Session:
@@ -112,6 +122,7 @@ class Run:
         load: factor of all times, by number of tokens so far.
         slow: the first passes are slow.
         drafting: plain passes that a pass of the draft takes.
+        tiled: as `Capabilities.tiled`; passes were timed before the first text.
         recurrent: paths begin with tokens that have no state, and more than `MOST_UNREAD_IN_MEMORY` take another pass.
         remembered: factors of what is remembered of plain and of larger passes; None: nothing is.
     """
@@ -126,6 +137,7 @@ class Run:
     recurrent: bool = False
     remembered: tuple[float, float] | None = None
     drafting: float = 0.1
+    tiled: bool = False
     seed: int = 0
     state: AutoState = field(init=False)
 
@@ -133,7 +145,11 @@ class Run:
         self.random = random.Random(self.seed)
         self.passes = self.tokens = 0
         streams = self.cost(2) < 1.1 * self.cost(1)
-        self.state = new_auto_state(streams)
+        self.state = new_auto_state(streams, tiled=self.tiled)
+        if self.tiled and not self.remembered:
+            for nodes in TIMED:
+                self.state.target.add(nodes, self.cost(nodes))
+                self.state.draft.add(nodes, max(1.0, READING * nodes) * self.draft_pass)
         if self.remembered:
             rows = [[0, nodes, self.cost(nodes) * self.remembered[nodes > 1]] for nodes in LEARNED]
             self.state.target.recall(rows)
@@ -182,7 +198,9 @@ class Run:
             tree = proposal.tree if proposal.nodes is None else only(proposal.tree, proposal.nodes)
             rows = rows_of(tree.parents, head) if self.recurrent else nodes
             noisy = seconds * exp(self.random.gauss(0, self.noise))
-            self.planner.result(step_of([0] * accepted + [1], noisy, rows), None)
+            unsent = self.tiled and accepted == min(nodes, room) - 1  # what the draft thought there may be right, too
+            last = 0 if unsent and self.random.random() < self.agreement(self.tokens) else 1
+            self.planner.result(step_of([0] * accepted + [last], noisy, rows), None)
             found.append((len(ids) - 20, spent, plain))
         return found
 

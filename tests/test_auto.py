@@ -399,7 +399,7 @@ COSTS = st.tuples(st.floats(1e-6, 1e3), st.floats(0, 1e3))
 )
 def test_any_cost_writes_the_plain_text(name, temperature, seed, costs):
     sampling = SamplingParams(temperature=temperature, seed=seed)
-    pace = given(*costs) if costs else new_auto_state(streams=bool(seed % 2))  # … or what passes take here, and now
+    pace = given(*costs) if costs else new_auto_state(bool(seed % 2), tiled=seed % 3 == 0)  # … or what passes take now
     copies = SssdPlanner() if name in ("auto", "sssd") else None
     kind = ChainPlanner if name == "chain" else SpecExecPlanner
     draft = drafting(pace, perturbed(MODEL, 0.2, 1), kind) if name != "sssd" else None

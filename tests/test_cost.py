@@ -184,7 +184,7 @@ def test_a_node_is_read_where_that_pays(found, unread, draft, best_child, read):
     ],
 )  # fmt: skip
 def test_what_a_chain_is_foretold_to_gain(agreement, behind, target, draft, expected):
-    assert chain_goodput(agreement, behind, 9, line(*target), line(*draft)) == pytest.approx(expected)
+    assert chain_goodput(agreement, behind, 9, line(*target), line(*draft))[0] == pytest.approx(expected)
 
 
 def test_experts_make_the_first_nodes_dear_and_the_last_ones_cheap() -> None:

@@ -10,7 +10,7 @@ import pytest
 from alone import served, written
 from auto_planners import auto_planner
 from reference.backend import ReferenceBackend, random_model
-from simulated import COSTS, Clock, Run, Timed
+from simulated import COSTS, Clock, Run, Timed, tiles
 
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.tree import Proposal, make_tree
@@ -44,7 +44,7 @@ SEEDS = 3
 NEVER = 1  # a token that the target does not write
 CASES = [
     pytest.param(*case, id="-".join(map(str, case)))
-    for case in product(COSTS, AGREEMENTS, REMEMBERED, WAYS, LOADS, [False, True], [0.0, 0.3])
+    for case in product([*COSTS, "tiles"], AGREEMENTS, REMEMBERED, WAYS, LOADS, [False, True], [0.0, 0.3])
 ]  # fmt: skip
 
 
@@ -58,9 +58,9 @@ def run(cost, agreement, remembered, ways, load, slow, noise, seed):
     right, claimed = AGREEMENTS[agreement]
     factor = LOADS[load]
     return Run(
-        COSTS[cost], right, tuple(ways.split("+")), claimed, noise,
+        COSTS.get(cost, tiles), right, tuple(ways.split("+")), claimed, noise,
         load=lambda tokens: factor if 100 <= tokens % 400 < 200 else 1.0,
-        slow=slow, remembered=REMEMBERED[remembered], seed=seed,
+        slow=slow, remembered=REMEMBERED[remembered], seed=seed, tiled=cost == "tiles",
     )  # fmt: skip
 
 

@@ -368,13 +368,15 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress, watch: Watch 
     lanes = most_paths(model, options.budget, options.sessions)
     flash = params.flash_attn_type != llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED and not (watch and watch.adds_up_cells)
     here = _attends_here(computing, plan.borrowed)
+    layers = llama_cpp.llama_model_n_layer(model)
+    in_gpu = layers_on_gpu(plan.gpu_layers, layers)
     capabilities = Capabilities(
         context_length=size.length(model),
         max_nodes=size.max_nodes,
         max_wanted=params.n_outputs_max,
         max_leaves=lanes or size.max_leaves,
         logit_tolerance=tolerance(metadata(model, "general.file_type"), size.kv_type),
-        layers=llama_cpp.llama_model_n_layer(model),
+        layers=layers,
         paths=lanes > 0,
         spare_leaves=None if lanes else size.ids - size.own_ids * size.open,
         cells=size.tokens(model) if ((size.sessions > 1 and size.share < 1) or size.kept) and not lanes else None,
@@ -383,6 +385,7 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress, watch: Watch 
         streams=streams,
         read_seconds=weights.streamed_bytes / speed if weights and speed else 0.0,
         experts=hooks.mixture.shape if hooks and hooks.mixture else None,
+        tiled="device" in computing and weights is None and not plan.borrowed and in_gpu == layers,
     )
     ids = ids_of_session(lanes) * options.sessions if lanes else size.ids
     most_threads = 0 if options.threads or streams else params.n_threads

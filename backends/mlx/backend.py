@@ -454,6 +454,7 @@ def load_planned(plan: MlxPlan, progress: Progress) -> MlxBackend:
         streams=bool(sweep and sweep.streamer.plan.streamed),
         # Elsewhere all experts of a layer are streamed.
         experts=None if sweep and not sweep.mixture else experts_of(text_config),
+        tiled=sweep is None and bool(mx.default_device() == mx.gpu),
         one_thread=True,  # MLX's streams belong to the thread that made them
     )
     kinds = make_prompt_cache(model) if recurrent else ()

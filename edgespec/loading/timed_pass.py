@@ -1,5 +1,6 @@
 """Time passes of a loaded model."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from time import perf_counter
 
@@ -8,8 +9,12 @@ import numpy as np
 from edgespec.loading.row_classes import tokens
 from edgespec.loop.backend import Backend, Work
 from edgespec.loop.engines import ReadsExperts
-from edgespec.loop.passes import prefill
+from edgespec.loop.pass_times import FEW
+from edgespec.loop.passes import most_nodes, prefill
+from edgespec.planners.auto import AutoState
 
+TIMED = (1, 8, 16, 32, 64)  # rows of passes where some compute tiles
+TIMING = "timing passes of several sizes, once for this model on this machine"
 TEXT_OF_MIXTURES = 24  # tokens before the passes: after an empty prompt most tokens choose the same experts
 
 
@@ -36,6 +41,27 @@ class Pass:
     @property
     def limit(self) -> str:
         return "disk" if self.waited > 0.25 * self.seconds else "computing"
+
+
+def time_tiles(pace: AutoState, target: Backend, *drafts: Backend, say: Callable[[str], None]) -> None:
+    """Learn how long passes with tiles take, unless that is known; no session is open.
+
+    Args:
+        pace: learns it.
+        target: the loaded target.
+        drafts: the loaded draft, if there is one.
+        say: called with a line before passes are timed.
+    """
+    known, limits = pace.target.at(0), target.capabilities
+    if not limits.tiled or most_nodes(limits, 0) <= FEW or (known and known.sizes[-1] > FEW):
+        return
+    say(TIMING)
+    for nodes in TIMED:
+        if nodes <= most_nodes(limits, 0):
+            pace.target.add(nodes, time_pass(target, nodes).seconds)
+        for draft in drafts:
+            if not draft.capabilities.head and nodes <= most_nodes(draft.capabilities, 0):
+                pace.draft.add(nodes, time_pass(draft, nodes).seconds)
 
 
 def time_pass(backend: Backend, nodes: int) -> Pass:

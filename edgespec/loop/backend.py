@@ -36,6 +36,7 @@ class Capabilities:
         widest: draft tokens of one pass for which memory is planned, as `LoadOptions.widest` asks; 0: its `budget`.
         states: size of the state that `GivesStates.states` gives of a node; 0: its logits are no `GivesStates`.
         head: it drafts from its target's states: its sessions are `TakesStates`.
+        tiled: a GPU computes its passes, whose kernels compute tiles where rows are many: then more may take less time.
         approximate: what changes the distribution of its texts, such as "sparse attention 0.99"; "": nothing does.
     """
 
@@ -58,6 +59,7 @@ class Capabilities:
     widest: int = 0
     states: int = 0
     head: bool = False
+    tiled: bool = False
     approximate: str = ""
 
     def leaves(self, sequences: int) -> int:

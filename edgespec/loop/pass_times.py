@@ -24,6 +24,7 @@ STEEP, FLAT = 0.5, 0.01  # plain passes that a further node costs, until it is m
 POWER = 0.8
 Experts = tuple[int, int] | tuple[int, int, float]  # of a layer, those that a token uses, and perhaps the power
 WIDE = 64  # nodes of a wide tree
+FEW = 8  # rows that GPUs compute without tiles; llama.cpp's kernels of all of them, MLX's of large matrices about so
 KnownPass = tuple[  # a row of `PassTimes.as_list` in a file
     Annotated[int, Field(ge=0, le=64)], Annotated[float, Field(ge=1, le=1e9)], Annotated[float, Field(gt=0, le=1e9)]
 ]
@@ -54,7 +55,7 @@ class Curve:
 
     Attributes:
         sizes: [k] numbers of nodes, rising.
-        took: [k] seconds, falling nowhere but at `TILE` nodes.
+        took: [k] seconds, falling only where other kernels begin.
         slope: seconds of each node beyond the largest size; with `experts`, of each unit of `weight`.
         experts: of a mixture; with them, seconds are linear in `weight`.
         sequences: sequences that share each pass, with equally many nodes.
@@ -85,6 +86,10 @@ class Curve:
         found = np.where(wanted < size[0], below, np.interp(wanted, size, took))
         return np.where(wanted > size[-1], took[-1] + self.slope * (wanted - size[-1]), found) / self.sequences
 
+    def paid(self, nodes: int) -> "Curve":
+        """The curve where smaller passes take as long as one over `nodes` nodes, whose tile is paid for."""
+        return replace(self, took=np.where(self.sizes < nodes, self.seconds(nodes), self.took))
+
     @cached_property
     def plain(self) -> float:
         """Seconds of a pass over one node."""
@@ -114,12 +119,14 @@ class PassTimes:
         measured: passes since the start or `recall`.
     """
 
-    def __init__(self, slope: float = STEEP, experts: Experts | None = None) -> None:
+    def __init__(self, slope: float = STEEP, experts: Experts | None = None, *, tiled: bool = False) -> None:
         """Args:
         slope: plain passes that a further node is expected to cost, until it is measured.
         experts: as for `Curve`.
+        tiled: as `Capabilities.tiled`.
         """
-        self.slope, self.experts, self.measured = slope, experts, 0
+        self.slope, self.experts, self.tiled, self.measured = slope, experts, tiled, 0
+        self._switch = FEW + 1 if tiled else TILE  # nodes from which on other kernels compute
         # Length class -> bit length of the number of nodes -> the last passes (nodes, seconds).
         self._passes: dict[int, dict[int, deque[tuple[float, float]]]] = {}
         self._usual: dict[int, dict[int, tuple[float, float]]] = {}  # as `_passes` -> (mean nodes, median seconds)
@@ -134,8 +141,7 @@ class PassTimes:
             seconds: its time.
             length: committed tokens before it.
         """
-        at = length_class(length)
-        bits = round(nodes).bit_length()
+        at, bits = self._class(length), self._bits(nodes)
         if bits > 1 and (at, bits) in self._remembered and (known := self.at(length)):
             self._shorten(at, min(1.0, seconds / float(known.seconds(nodes))))
         passes = self._passes.setdefault(at, {}).setdefault(bits, deque(maxlen=KEPT))
@@ -145,11 +151,18 @@ class PassTimes:
         self._remembered.discard((at, bits))
         self.measured += 1
         for other, (size, took) in list(self._usual[at].items()):
-            contradicts = (size - nodes) * (took - seconds) < 0 and (size < TILE) == (nodes < TILE)
+            contradicts = (size - nodes) * (took - seconds) < 0 and (size < self._switch) == (nodes < self._switch)
             if contradicts and (at, other) in self._remembered:  # a larger pass takes longer: what is known is old
                 self._remembered.discard((at, other))
                 del self._passes[at][other], self._usual[at][other]
         self._curves.pop(at, None)
+
+    def _class(self, length: int) -> int:
+        return 0 if self.tiled else length_class(length)  # what was measured before the first text holds for all
+
+    def _bits(self, nodes: float) -> int:
+        """The class of a size; of tiles, each class ends with a whole one."""
+        return (round(nodes) - self.tiled).bit_length() + self.tiled
 
     def _shorten(self, at: int, ratio: float) -> None:
         """Passes over several nodes were remembered together: if one is faster than remembered, the others are, too."""
@@ -169,7 +182,7 @@ class PassTimes:
         Returns:
             True if a pass over one node was seen at about this length.
         """
-        return 1 in self._passes.get(length_class(length), ())
+        return 1 in self._passes.get(self._class(length), ())
 
     def at(self, length: int) -> Curve | None:
         """
@@ -178,21 +191,25 @@ class PassTimes:
         """
         if not self._passes:
             return None
-        wanted = length_class(length)
+        wanted = self._class(length)
         at = min(self._passes, key=lambda known: (abs(known - wanted), known))
         if at not in self._curves:
             self._curves[at] = self._curve(sorted(self._usual[at].values()))
         return self._curves[at]
 
     def _curve(self, seen: list[tuple[float, float]]) -> Curve:
+        if self.tiled:  # a tile that is not full takes as long
+            first = {((1 << self._bits(nodes) - 2) + 1.0, seconds) for nodes, seconds in seen if nodes > FEW}
+            seen = sorted({*seen, *first})
         size = [nodes for nodes, _ in seen]
-        narrow = sum(nodes < TILE for nodes in size)
+        narrow = sum(nodes < self._switch for nodes in size)
         took = [seconds for _, seconds in seen]
         took = [*accumulate(took[:narrow], max), *accumulate(took[narrow:], max)]
         far = [i for i, nodes in enumerate(size) if nodes * FAR <= size[-1]]
         heavy = weight(size, self.experts)
         if far:
             slope = (took[-1] - took[far[-1]]) / float(heavy[-1] - heavy[far[-1]])
+            slope = max(0.0, slope) if self.tiled else slope
         else:
             slope = self.slope * took[0] / (1 + self.slope * float(heavy[0] - 1))
         return Curve(np.array(size), np.array(took), slope, self.experts)
@@ -207,7 +224,7 @@ class PassTimes:
         return [
             [at, nodes, min(took for *one, took in rows if one[0] == at and nodes <= one[1] < most)]
             for at, nodes, _ in rows
-            for most in [TILE if nodes < TILE else inf]
+            for most in [self._switch if nodes < self._switch else inf]
         ]
 
     def recall(self, rows: Iterable[Sequence[float]]) -> None:

@@ -19,6 +19,7 @@ from edgespec.loading.pair import (
     close_all,
     open_backends,
 )
+from edgespec.loading.timed_pass import time_tiles
 from edgespec.loop.backend import Backend
 from edgespec.loop.engines import LoadOptions
 from edgespec.loop.passes import check_room
@@ -175,7 +176,12 @@ def run_bench(
         check_room(backends[0], max(map(len, token_ids)))  # before the first answer, since an error loses them all
         tallies = {name: Tally() for name in names}
         limits = backends[0].capabilities
-        paces = {name: None if fixed else new_auto_state(limits.streams, limits.experts) for name in names}
+        paces = {
+            name: None if fixed else new_auto_state(limits.streams, limits.experts, tiled=limits.tiled)
+            for name in names
+        }
+        for pace in filter(None, paces.values()):
+            time_tiles(pace, *backends, say=say)
         progress(0, len(asked))
         for i, question in enumerate(asked):
             params = SamplingParams(**{**sampling, "seed": (sampling.get("seed", 0) + i) % 2**64})

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from edgespec.loop.backend import Logits, Session
 from edgespec.loop.draft_passes import DraftSteps
-from edgespec.loop.pass_times import FLAT, POWER, STEEP, Curve, KnownPass, PassTimes, choices
+from edgespec.loop.pass_times import FEW, FLAT, POWER, STEEP, Curve, KnownPass, PassTimes, choices
 from edgespec.loop.passes import Prefill
 from edgespec.loop.planner import Context, Planner, PlannerStats
 from edgespec.loop.step import Step
@@ -27,7 +27,7 @@ from edgespec.loop.tree import DraftTree, FloatArray, Proposal, ranked, root_onl
 from edgespec.machine.measurements import Amount
 from edgespec.planners.cost import best_part, chain_goodput
 from edgespec.planners.drafting import CATCH_UP, agreed
-from edgespec.planners.ledger import Accounts, Ledger
+from edgespec.planners.ledger import LOOKS, Accounts, Ledger
 
 BELIEF = 4.0  # weight of a prior value, in expected things
 HEAVY = 0.8  # with experts, plain passes that a further unit of `weight` costs, until it is measured
@@ -44,6 +44,7 @@ GAIN = 1.1  # ratio of rates that a draft must be predicted to reach: trying cos
 DEEPEST = 1024  # tokens of a chain whose gain is predicted: no tree has more nodes
 LEAST_TRUST = 0.05  # of `trust` in `best_part`
 NEARLY_ALL = 0.9  # share of a layer's experts, from which on those chosen do not show the power of `distinct`
+MOST_LOST = 0.03  # plain passes that may be lost there for each token of a sequence: a tile loses several at once
 SHARES = ("copies", "agreement", "worth", "power")  # those of `AutoState`
 
 
@@ -116,7 +117,8 @@ class AutoState:
 
     def ledger(self, sequences: int = 1) -> Ledger:
         if sequences not in self.ledgers:
-            self.ledgers[sequences] = Ledger(first=PLAIN_STREAMED if self.streams else PLAIN)
+            first, most = PLAIN_STREAMED if self.streams else PLAIN, MOST_LOST if self.target.tiled else 0.0
+            self.ledgers[sequences] = Ledger(first, most)
         return self.ledgers[sequences]
 
     def times(self, length: int, sequences: int = 1) -> Curve | None:
@@ -183,12 +185,14 @@ class AutoState:
         self._predict_experts()
 
 
-def new_auto_state(streams: bool, experts: tuple[int, int] | None = None) -> AutoState:
+def new_auto_state(streams: bool, experts: tuple[int, int] | None = None, *, tiled: bool = False) -> AutoState:
     """Args:
     streams: passes read the same weights from a disk or over a bus, so that nodes are cheap.
     experts: as for `Curve`.
+    tiled: as `Capabilities.tiled`.
     """
-    return AutoState(PassTimes(HEAVY if experts else FLAT if streams else STEEP, experts), streams=streams)
+    slope = HEAVY if experts else FLAT if streams else STEEP
+    return AutoState(PassTimes(slope, experts, tiled=tiled), worth=Share(0.998 if tiled else 0.98), streams=streams)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,9 +241,12 @@ class Candidate:
         """Propose again as if nothing was known: texts and machines change."""
         self._state.copies.fade(inf)
 
-    def wait(self, token_ids: Sequence[int]) -> int:
-        """Tokens to wait for a trial, besides a rest."""
-        return 0
+    def is_due(self, context: Context, budget: int, best: float) -> bool:
+        """
+        Returns:
+            True for a trial: to be asked whatever its estimate is.
+        """
+        return self._state.ledger(context.sequences).is_due(self.name, 0)
 
     def draft_seconds(self, nodes: NDArray[np.intp], token_ids: Sequence[int], plain: float) -> FloatArray:
         """Most seconds to expect of drafting trees with these numbers of nodes, where a plain pass takes `plain`."""
@@ -317,33 +324,53 @@ class Drafting(Candidate):
         unread = self._behind(self._wanted) - 1
         if unread <= CATCH_UP:  # `propose` reads, and its time is charged
             return True
-        ledger.pay(self.name, self._read * min(unread, self._wanted - before))
+        ledger.pay(self.name, self._reading(self._wanted, min(unread, self._wanted - before)))
         return False
 
     def forget(self) -> None:
-        for share in (self._state.agreement, self._state.worth, self._agreement_here):
+        shares = [self._state.worth]
+        if not self._state.target.tiled:  # there a tile pays only where agreement is well known
+            shares += [self._state.agreement, self._agreement_here]
+        for share in shares:
             share.fade(inf)
 
-    def wait(self, token_ids: Sequence[int]) -> int:
-        # As many as the draft would have to read. If it has read the prompt, none: by waiting it would fall behind.
+    def is_due(self, context: Context, budget: int, best: float) -> bool:
+        ledger = self._state.ledger(context.sequences)
+        if self._state.target.tiled and context.pass_times:
+            known = self._state.agreement.hoped >= LOOKS  # a draft that promises a gain lacks only room for a tile
+            return ledger.is_due(self.name, 0) and not (known and self.estimate(context, budget) > best)
+        # As many tokens as the draft would have to read; if it has read the prompt, none: it would fall behind.
         follows = self._wanted or self._behind(self._prompt_length) <= 1
-        return 0 if follows else max(0, self._behind(len(token_ids)) - 1)
+        return ledger.is_due(self.name, 0 if follows else max(0, self._behind(len(context.token_ids)) - 1))
 
     def draft_seconds(self, nodes: NDArray[np.intp], token_ids: Sequence[int], plain: float) -> FloatArray:
         length = len(token_ids)
-        times, reading = self._state.draft.at(length), self._read * plain * max(0, self._behind(length) - 1)
+        times = self._state.draft.at(length)
+        reading = plain * self._reading(length, max(0, self._behind(length) - 1))
         return reading + (times.plain if times else 0.0) * np.minimum(nodes, self.planner.depth)
+
+    def _reading(self, length: int, tokens: int) -> float:
+        """Plain passes that the draft takes to read tokens."""
+        target, times = self._state.target.at(length), self._state.draft.at(length)
+        if self._state.target.tiled and target and times and tokens:  # they were timed
+            return float(times.seconds(tokens)) / target.plain
+        return self._read * tokens
 
     def estimate(self, context: Context, budget: int) -> float:
         length, depth = len(context.token_ids), min(self.planner.most_depth(context), budget)
-        return self._predict(context.pass_times, length, self._behind(length), depth, context.unread) / GAIN
+        behind = 1 if self._state.target.tiled else self._behind(length)  # a tile's room pays for what is read
+        return self._predict(context.pass_times, length, behind, depth, context.unread) / GAIN
 
     def propose(self, context: Context, budget: int) -> DraftSteps[Offer]:
         times, length, before = context.pass_times, len(context.token_ids), self.planner.stats.draft_seconds
         draft_times, behind = self._draft_times(length, context.sequences), self._behind(length)
-        tree = (yield from self.planner.propose(context, budget)).tree
+        leaves, depth, asking = context.max_leaves, min(self.planner.most_depth(context), budget), context
+        if times and draft_times and self._state.target.tiled and context.sequences == 1:
+            _, rows = chain_goodput(self._agreement, behind, depth, times, draft_times, context.unread)
+            if rows > FEW:  # by the first of its rows alone, a tile does not pay
+                asking = replace(context, pass_times=times.paid(rows))
+        tree = (yield from self.planner.propose(asking, budget)).tree
         drafting = self.planner.stats.draft_seconds - before
-        leaves, depth = context.max_leaves, min(self.planner.most_depth(context), budget)
         found = nodes = ranked(tree.parents, tree.log_probs, budget, leaves)
         rate = 0.0
         if times:
@@ -355,7 +382,7 @@ class Drafting(Candidate):
             self._agreement_here.add(hits, asked)
             if times and draft_times and seconds:
                 # With what is known now, so that too high an agreement is not counted in `worth`, too.
-                hoped = chain_goodput(self._agreement, behind, depth, times, draft_times, context.unread)
+                hoped, _ = chain_goodput(self._agreement, behind, depth, times, draft_times, context.unread)
                 self._state.worth.add(len(tokens), hoped * (seconds + drafting))
 
         return Offer(Proposal(tree, nodes), rate, learn)
@@ -380,7 +407,7 @@ class Drafting(Candidate):
         draft_times = self._draft_times(length, times.sequences) if times else None
         if not times or not draft_times:
             return inf if self._eager else 0.0
-        rate = chain_goodput(self._agreement, behind, depth, times, draft_times, unread)
+        rate, _ = chain_goodput(self._agreement, behind, depth, times, draft_times, unread)
         return rate * self._state.worth.value(1.0)
 
 
@@ -437,10 +464,8 @@ class AutoPlanner(Planner):
         if times and (context.unread is None or sequences == 1):  # shared paths are not measured
             budget = min(budget, int(FURTHER * times.sizes[-1] / sequences))
         for candidate in candidates:
-            drafted, trial = (
-                candidate.planner.stats.draft_seconds,
-                ledger.is_due(candidate.name, candidate.wait(token_ids)),
-            )
+            drafted = candidate.planner.stats.draft_seconds
+            trial = candidate.is_due(replace(context, pass_times=times), budget, best)
             known, most, tolerance = self._terms(candidate, context, times, plain, budget, trial=trial)
             asking = replace(context, pass_times=known)
             wanted = most > 0 and (trial or candidate.estimate(asking, most) > best)
@@ -479,14 +504,29 @@ class AutoPlanner(Planner):
         if context.sequences > 1:
             reading = candidate.draft_seconds(np.zeros(1, np.intp), context.token_ids, ledger.plain)[0]
             return times, most if reading <= ledger.room(name) else 0, tolerance
-        if trial or not times:
+        if trial and times and self._state.target.tiled:
+            tolerance = 1 / GAIN  # asking shows agreement, also where no draft token is worth a row
+        elif trial or not times:
             times = self._state.proportions(1, plain)
         elif ledger.is_ahead(name):  # larger passes may take less time than predicted
             tolerance, most = TOLERANCE, min(most, TRIED * round(times.sizes[-1]))
             times = replace(times, slope=min(times.slope, FLAT * plain))
-        nodes = np.arange(1, most + 1)
-        lost = times.seconds(nodes + 1) - times.plain + candidate.draft_seconds(nodes, context.token_ids, plain)
-        return times, int(np.searchsorted(lost, ledger.room(name), side="right")), tolerance
+        nodes, room = np.arange(1, most + 1), ledger.room(name)
+        drafting = candidate.draft_seconds(nodes, context.token_ids, plain)
+        lost = times.seconds(nodes + 1) - times.plain + drafting
+        if self._state.target.tiled:
+            # Only the first tile must fit. After a gain, one that loses more is followed by a rest.
+            room = inf if room and ledger.has_gained(name) else room
+            if trial:  # one drafted token shows whether the draft agrees, and its row need not be sent
+                lost[0] = drafting[0]
+                room = room if drafting[0] <= plain else 0.0
+        return times, self._fit(lost, room), tolerance
+
+    def _fit(self, lost: FloatArray, room: float) -> int:
+        """Most nodes that lose at most `room`, where `lost` has the seconds of 1 and more nodes."""
+        if self._state.target.tiled:  # more of them may take less time
+            lost = np.minimum.accumulate(lost[::-1])[::-1]
+        return int(np.searchsorted(lost, room, side="right"))
 
     def paying(self, tree: DraftTree, context: Context, budget: int) -> NDArray[np.intp]:
         if context.sequences > 1:  # the scheduler chooses
@@ -494,7 +534,7 @@ class AutoPlanner(Planner):
         plain, further = context.plain_rows, np.arange(1, budget + 1)
         times = self._state.times(len(context.token_ids)) or self._state.proportions(1)
         lost = times.seconds(plain + further) - times.seconds(plain)
-        most = int(np.searchsorted(lost, self._state.ledger().room(self._way), side="right"))
+        most = self._fit(lost, self._state.ledger().room(self._way))
         nodes, _ = best_part(tree, 0.0, times, budget=most, max_leaves=context.max_leaves, unread=context.unread)
         return nodes
 

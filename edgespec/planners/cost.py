@@ -134,7 +134,7 @@ def split(
 
 def chain_goodput(
     agreement: float, behind: int, deepest: int, cost: Curve, draft_cost: Curve, unread: int | None = None
-) -> float:
+) -> tuple[float, int]:
     """
     Args:
         agreement: probability that the draft's best token is the target's, given that all before it were.
@@ -145,13 +145,15 @@ def chain_goodput(
         unread: as for `best_part`.
 
     Returns:
-        Tokens per second of the best step with a chain of 1 to `deepest` drafted tokens.
+        Tokens per second of the best step with a chain of 1 to `deepest` drafted tokens, and the rows of its pass.
     """
     drafted = np.arange(1, deepest + 1)
     tokens = 1 + np.cumsum(agreement**drafted)
     rows = drafted + 1 if unread is None else drafted + 1 + unread + tokens
     reading = draft_cost.seconds(max(1, behind)) + (drafted - 1) * draft_cost.plain
-    return float(np.max(tokens / (reading + cost.seconds(rows))))
+    rates = tokens / (reading + cost.seconds(rows))
+    best = int(np.argmax(rates))
+    return float(rates[best]), int(rows[best])
 
 
 def worth_reading(

@@ -9,6 +9,7 @@ decoding takes at present. Predictions choose among the ways that may be used.
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from statistics import median
 from typing import Any
 
@@ -21,11 +22,13 @@ MOST_START = 1.0
 MOST_GAINED = 8.0  # plain passes that an account may be ahead: a good hour does not pay for a bad one
 MOST_SAVED = 16.0  # plain passes of allowance that are kept for trials: a draft may have much to read
 CARRIED = 2.0  # of these, those that the next sequence begins with
+MOST_AT_ONCE = 4.0  # of those saved, what trials of one sequence may lose where `Ledger.most` is given: about a tile
 FIRST_REST, LONGEST_REST = 16, 1024  # tokens
 REST_OF_NEW = 64  # most tokens of a rest that a new sequence begins with: texts differ
 FARTHEST = 32  # most steps with draft tokens from one plain pass to the next
 COMPARED = 3  # last passes that count
 LOOKED = 0.25  # plain passes that a trial takes at most before its first step
+LOOKS = 8  # looks of a trial before its first step, at least, where `Ledger.most` is given
 GLANCE = 0.02  # plain passes: a shorter look does not count, since looking up copies is nearly free
 JUMP = 2.0  # ratio of two plain passes that shows another load of the machine
 SOONER = 4  # a distance is divided by it where a sequence begins, and multiplied by it where much was gained
@@ -100,6 +103,7 @@ class Ledger:
 
     Attributes:
         first: plain passes before a way that is not known to gain: the first passes of a program may be slow.
+        most: plain passes that may be lost for each token, once they are more than `start` and `ALLOWANCE` allow.
         accounts: by the name of the way.
         tokens: of this sequence.
         seconds: of its steps.
@@ -111,6 +115,7 @@ class Ledger:
     """
 
     first: int = 1
+    most: float = 0.0
     accounts: defaultdict[str, Account] = field(default_factory=lambda: defaultdict(Account))
     tokens: float = 0.0
     seconds: float = 0.0
@@ -159,7 +164,7 @@ class Ledger:
         one = self.accounts[way]
         if one.resting or self.since >= self.distance or (self._seen < self.first and not self.has_gained(way)):
             return 0.0
-        saved = self.saved if one.idle >= one.rest else 0.0
+        saved = min(self.saved, MOST_AT_ONCE if self.most else inf) if one.idle >= one.rest else 0.0
         return max(0.0, self._allowed + saved - self._lost - min(one.lost, 0.0)) * self.plain
 
     def has_gained(self, way: str) -> bool:
@@ -227,7 +232,7 @@ class Ledger:
                 one.use(tokens)
                 continue
             if one.idle >= one.rest:
-                one.look(spent.get(name, 0.0) / plain)
+                one.look(min(spent.get(name, 0.0) / plain, LOOKED / LOOKS if self.most else inf))
             one.idle += tokens
         if way:
             self._more.append(seconds)
@@ -275,7 +280,8 @@ class Ledger:
     @property
     def _allowed(self) -> float:
         # What was earned while passes were faster pays for few of the present ones.
-        return self.start + ALLOWANCE * (min(self.tokens, self.seconds / self.plain) if self.plain else 0.0)
+        tokens = min(self.tokens, self.seconds / self.plain) if self.plain else 0.0
+        return max(self.start + ALLOWANCE * tokens, self.most * tokens)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: what the next run begins with."""
