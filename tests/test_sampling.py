@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference.backend import ReferenceBackend, perturbed, random_model
 
-from edgespec.errors import UsageError
+from edgespec.errors import ModelError, UsageError
 from edgespec.loop import sampling
 from edgespec.loop.sampling import (
     Noise,
@@ -22,6 +22,7 @@ from edgespec.loop.sampling import (
     sample,
     top_ids,
     top_log_probs,
+    top_of_rows,
 )
 from edgespec.loop.stats import GenerationStats
 from edgespec.planners import drafting
@@ -246,6 +247,21 @@ def test_the_least_temperatures_sample_the_best_token(temperature, chosen):
     with np.errstate(all="raise", under="ignore"):
         assert sample(logits, 7, params, Noise(1, len(logits))) == logits.argmax()
         assert sampling.distribution(logits, params).argmax() == logits.argmax()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.7}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.0, "top_k": 3}]
+)
+def test_logits_that_are_no_numbers_are_an_error_and_no_text(options):
+    """As of a damaged file, or of a GPU's driver."""
+    for where in ([7], slice(None)):
+        row = np.zeros(50, np.float32)
+        row[where] = np.nan
+        params = SamplingParams(**options)
+        with pytest.raises(ModelError, match="is not a number"):
+            sample(row, 5, params, Noise(0, 50))
+        with pytest.raises(ModelError, match="is not a number"):
+            top_of_rows([row], 3, 1.0, [None])
 
 
 def test_greedy_ignores_filters_and_noise():

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from edgespec.errors import check_number, check_whole, must_be
+from edgespec.errors import ModelError, check_number, check_whole, must_be
 
 Float32Array = NDArray[np.float32]
 IdArray = NDArray[np.int64]
@@ -226,9 +226,25 @@ def top_ids(values: NDArray[np.floating], k: int) -> IdArray:
 
 
 def log_sum_exp(values: NDArray[np.floating]) -> float:
-    """log(sum(exp(values))), shifted by the maximum."""
+    """log(sum(exp(values))), shifted by the maximum; errors as for `check_number_found`."""
     peak = values.max()
+    check_number_found(peak)
     return float(peak + np.log(np.exp(values - peak).sum(dtype=np.float64)))
+
+
+def check_number_found(peak: np.floating) -> None:
+    """
+    Args:
+        peak: the largest of some logits; not a number if any of them is none.
+
+    Raises:
+        ModelError: it is not a number.
+    """
+    if peak != peak:
+        raise ModelError(
+            "the model's output is not a number: its file is damaged, or the device computes wrongly; "
+            "with --gpu-layers 0 the processor computes"
+        )
 
 
 def top_log_probs(scores: Float32Array, k: int) -> tuple[IdArray, Scores]:
@@ -321,10 +337,15 @@ def sample(
 
     Returns:
         The token at `position`.
+
+    Raises:
+        ModelError: a logit is not a number.
     """
     adjusted = adjust(logits, params, prompt_ids, output_ids)
+    best = int(adjusted.argmax())
+    check_number_found(adjusted[best])
     if params.temperature == 0:
-        return int(adjusted.argmax())
+        return best
     ids = candidates(adjusted, params, few=True)
     if ids is None:
         token = _best_of_many(adjusted, position, params, noise)
