@@ -38,7 +38,7 @@ COSTS: dict[str, Cost] = {
     "step": lambda nodes: 0.04 if nodes == 1 else 0.05 if nodes < 8 else 0.1 + 0.002 * (nodes - 8),
     "flat": lambda nodes: 1.0 + 0.002 * (nodes - 1),
 }
-# Plain passes that 1 to 8 rows take on an M4 Pro: 2, 4 and 8 as in ggml-org/llama.cpp issues #25250 and #25377, the others
+# Plain passes that 1 to 8 rows take on an M4 Pro: 2, 4 and 8 as in ggml-org/llama.cpp issues #25250 and #25377, others
 # between them. 16 rows take as long as 32 (issue #27441); that these are 3.7 plain passes is assumed.
 ROWS = (1.0, 1.81, 2.8, 3.8, 4.7, 5.6, 6.5, 7.4)
 TILE_OF_ROWS, PASSES = 32, 3.7
