@@ -172,6 +172,8 @@ def test_the_model_idle_longest_leaves_and_one_in_use_stays(shelf):
             b.release()  # but now b is idle
             assert (await later.service()).name == "a"
             assert shelf.open == ["c", "a"]
+            with models.lease("c") as another:
+                assert another.is_loaded  # it need not leave any more
             assert (await behind.service()).name == "c"
             assert shelf.opened == ["a", "b", "c", "b", "a"]
             behind.release()

@@ -83,6 +83,18 @@ def shoot(page, name):
         page.screenshot(path=str(Path(SHOTS) / f"{name}.png"))
 
 
+def test_a_model_that_is_not_loaded_yet_is_told_and_then_shown(browser):
+    from scripted import running
+    from test_server_models import Shelf
+
+    from edgespec.server.app import make_app
+
+    with running(make_app(Shelf().models())) as port, shown(browser, port) as page:
+        page.wait_for_selector("#model:has-text('a · is loaded when it is asked')")
+        ask(page, "hello")
+        page.wait_for_selector("#model:has-text('a · reference')")
+
+
 def test_the_page(page):
     page.wait_for_selector("#model:has-text('tiny')")
     assert page.url == f"{page.origin}/"  # the key is gone from the address

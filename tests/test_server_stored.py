@@ -138,6 +138,9 @@ def test_number_and_bytes_are_bounded_and_the_least_recently_used_go_first():
     kept.add("", "d", one(10, "of c"))
     assert [name for name in "abcd" if kept.find("", name)] == ["a", "c", "d"]
     assert kept.with_item("", "of c") is kept.find("", "d")
+    kept.add("other", "z", one(0, "of c"))
+    assert kept.with_item("", "of c") is kept.find("", "d")
+    kept.remove("other", "z")
     assert kept.with_item("other", "of c") is kept.with_item("", "of b") is None
     kept.add("", "e", one(85))
     assert [name for name in "acde" if kept.find("", name)] == ["d", "e"]

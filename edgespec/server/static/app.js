@@ -336,11 +336,12 @@ async function greet() {
   const health = await fetch("health").then((answer) => answer.json())
     .catch(() => ({ error: { message: "the server does not answer" } }));
   const line = health.error ? health.error.message
+    : !health.loaded ? `${health.model} · is loaded when it is asked`
     : `${health.model} · ${health.engine} · planner ${health.planner}`
       + (health.exact ? ` · passes agree to the bit (${health.exact})` : "") + (health.streams ? " · streamed" : "")
       + (health.approximate ? ` · approximate: ${health.approximate}` : "");
   if ($("model").textContent !== line) $("model").textContent = line;  // screen readers read each change
-  if (health.error) state.greeting = setTimeout(greet, AGAIN);
+  if (health.error || !health.loaded) state.greeting = setTimeout(greet, AGAIN);
   else state.context = health.context_length;
 }
 
