@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from difflib import get_close_matches
+from importlib.util import find_spec
 from itertools import islice
 from numbers import Real
 from operator import index
@@ -93,10 +94,12 @@ class RegistryError(EdgespecError):
 
 
 def pip_install(*what: str) -> str:
-    """The command that installs packages for the Python that runs this."""
+    """The command that installs packages for the Python that runs this; uv makes environments without pip."""
     here = os.path.join(os.getcwd(), "")
     join = subprocess.list2cmdline if os.name == "nt" else shlex.join  # PowerShell runs no command in quotes
-    return join([sys.executable.removeprefix(here), "-m", "pip", "install", *what])
+    python = sys.executable.removeprefix(here)
+    pip = [python, "-m", "pip", "install"] if find_spec("pip") else ["uv", "pip", "install", "--python", python]
+    return join([*pip, *what])
 
 
 class MissingPackage(EdgespecError):

@@ -235,6 +235,14 @@ def test_a_missing_package_is_installed_where_the_program_runs(monkeypatch: pyte
         assert str(MissingPackage("huggingface_hub", "hub", "fetching")).endswith(f": {says}")
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="other quotes: tests/test_on_windows.py")
+def test_where_there_is_no_pip_the_command_is_of_uv_which_made_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/tools/edgespec/bin/python")
+    monkeypatch.setitem(sys.modules, "pip", None)
+    says = ": uv pip install --python /tools/edgespec/bin/python 'edgespec[server]'"
+    assert str(MissingPackage("uvicorn", "server", "edgespec serve")).endswith(says)
+
+
 def test_a_name_like_no_other_is_refused_without_a_list_of_all() -> None:
     says = "there is no model 'zzz' and no such file; edgespec models lists all names. A path must end in .gguf or"
     with pytest.raises(UsageError, match=says) as caught:
