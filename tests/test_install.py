@@ -2,6 +2,7 @@
 
 import os
 import plistlib
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).parent.parent
+LIBRARIES = ROOT / "scripts" / "packaging" / "libraries.cmake"
 
 
 def test_without_a_compiler_one_line_says_what_to_install(tmp_path: Path) -> None:
@@ -110,11 +112,11 @@ def test_what_pip_wrote_last_is_shown_where_it_fails(
     assert len((tmp_path / "install.log").read_text().splitlines()) == 101
 
 
-@pytest.mark.parametrize("asked", ["", "-DGGML_BLAS=ON -DGGML_CUDA=on"])
-def test_llama_cpp_is_compiled_without_blas_unless_the_user_asks_for_it(
+@pytest.mark.parametrize("asked", ["", "-DGGML_CUDA=on"])
+def test_what_the_user_asks_of_cmake_is_kept(
     asked: str, install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last of two values counts for CMake. pip takes any build from its cache, so others have other caches."""
+    """pip takes any build from its cache, so others have other caches."""
     caches = list[str]()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CMAKE_ARGS", asked)
@@ -122,5 +124,22 @@ def test_llama_cpp_is_compiled_without_blas_unless_the_user_asks_for_it(
     monkeypatch.setattr(install.subprocess, "run", lambda command: subprocess.CompletedProcess(command, 0))
     monkeypatch.setattr(install, "pip", lambda *given: caches.extend(given[-1:] if "--cache-dir" in given else ()))
     install.main()
-    assert os.environ["CMAKE_ARGS"].split()[:-1] == ["-DGGML_BLAS=OFF", *asked.split()]
+    *kept, include = shlex.split(os.environ["CMAKE_ARGS"])
+    assert kept == asked.split()
+    assert Path(include.partition("=")[2]) == LIBRARIES
     assert (caches == [str(tmp_path / "edgespec" / "pip")]) == (not asked)
+
+
+@pytest.mark.parametrize(("asked", "blas"), [("", "OFF"), ("-DGGML_BLAS=ON", "ON")])
+def test_a_third_of_llama_cpp_is_compiled_and_blas_only_where_it_is_asked_for(
+    asked: str, blas: str, tmp_path: Path
+) -> None:
+    cmake = shutil.which("cmake") or pytest.skip("there is no cmake")
+    (tmp_path / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.21)\nproject(llama_cpp NONE)\n"
+        "set(LLAMA_BUILD_COMMON ON CACHE BOOL 0 FORCE)\noption(LLAVA_BUILD 0 ON)\noption(GGML_BLAS 0 ON)\n"
+        'message(STATUS "common ${LLAMA_BUILD_COMMON} llava ${LLAVA_BUILD} blas ${GGML_BLAS}")\n'
+    )
+    command = [cmake, tmp_path, "-B", tmp_path, f"-DCMAKE_PROJECT_llama_cpp_INCLUDE={LIBRARIES}", *asked.split()]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert f"common OFF llava OFF blas {blas}\n" in done.stdout

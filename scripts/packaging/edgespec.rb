@@ -15,7 +15,7 @@ class Edgespec < Formula
   depends_on "python@3.13"
 
   def install
-    ENV["CMAKE_ARGS"] = "-DGGML_BLAS=OFF" # as in scripts/install
+    ENV["CMAKE_ARGS"] = "-DCMAKE_PROJECT_llama_cpp_INCLUDE=#{buildpath}/scripts/packaging/libraries.cmake"
     virtualenv_install_with_resources
   end
 
