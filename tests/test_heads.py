@@ -1,6 +1,7 @@
 """Heads: a draft whose rows start from the target's states, and any planner with it."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
 from edgespec.planners.auto import new_auto_state
 from edgespec.planners.choice import make_planner
+from edgespec.planners.ledger import Ledger
 from edgespec.scheduler.requests import Request
 from edgespec.scheduler.scheduler import Scheduler
 
@@ -149,15 +151,19 @@ def test_a_head_reads_nothing_of_a_plain_request():
     assert generated(planner, 0.7) == usual
 
 
-def test_auto_tries_a_head_again_in_the_same_text():
+def test_auto_tries_a_head_again_in_the_same_text(monkeypatch):
     target, head, text = Target(), HeadOfTest(), [*PROMPT, *range(30)]
+    asked = []  # tokens that it would have to read
+    monkeypatch.setattr(Ledger, "is_due", lambda self, way, tokens: asked.append(tokens))
     auto = make_planner("auto", [target, head], state=new_auto_state(streams=False))
     generation = generation_of(target, auto, PROMPT)
     drafting = auto._draft
     generation.begin()
-    assert drafting.wait(text) == len(text) - 1  # it would have to read the prompt
+    now = SimpleNamespace(token_ids=text, sequences=1, pass_times=None)
+    drafting.is_due(now, 8, 0.0)  # it would have to read the prompt
     generation.read_prompt()
-    assert drafting.wait(text) == 0
+    drafting.is_due(now, 8, 0.0)
+    assert asked == [len(text) - 1, 0]
     missed = len(text) - 1 - len(PROMPT)
     assert drafting.draft_seconds(np.ones(1), text, plain=1.0) == pytest.approx(missed / LAYERS)
 

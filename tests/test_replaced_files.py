@@ -45,7 +45,6 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["gpu", "--json", "notes.md"],
         ["serve", "wire", "smollm2-135m", "--llama-server", "none", "--record", "notes.md"],
         ["offload", "m.gguf", "--nodes", "1", "--json", "notes.md"],
         ["accuracy", "m.gguf", "p.jsonl", "notes.md"],
