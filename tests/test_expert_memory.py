@@ -123,6 +123,7 @@ def test_reads_that_are_slow_when_a_pass_ends(content, opened, pools, monkeypatc
         memory.finish()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("content", SIZES, indirect=True)
 @pytest.mark.parametrize("pools", POOLS)
 def test_any_passes(content, opened, pools):

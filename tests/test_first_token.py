@@ -82,6 +82,7 @@ def test_the_pass_that_ends_a_prompt_gives_the_first_token(name):
     scheduler.close()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", PLANNERS)
 @pytest.mark.parametrize("model", [MODEL, RECURRENT], ids=["", "recurrent"])
 def test_the_same_question_again_needs_no_pass_over_the_prompt(name, model):

@@ -128,7 +128,14 @@ def sides(found: Any, path: str) -> tuple[list[Tensor], list[Tensor]]:
     return divide(planning.loaded_tensors(path), found.gpu_layers, kept_off(found))
 
 
-@pytest.mark.parametrize(("number", "name"), [(i, name) for i, name in enumerate(MODELS) if name not in HYBRIDS])
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [
+        pytest.param(i, name, marks=[pytest.mark.exhaustive] * (i % 2))
+        for i, name in enumerate(MODELS)
+        if name not in HYBRIDS
+    ],
+)
 def test_weights_caches_and_passes_fit_on_their_side(
     number: int, name: str, path_of: Callable[[Any], str], whole_grid: bool
 ) -> None:

@@ -62,8 +62,8 @@ def own_rows(folder, text):
     return [np.array(model(mx.array([[token]]), cache=cache)[0, 0].astype(mx.float32)) for token in text]
 
 
-# Each of these is one half of a variant that runs: mixtral of 4 bits, gemma2 in bfloat16.
-SELDOM = ("llama, 4 bits", "qwen2, float16")
+# Of each of these a variant runs: mixtral of 4 bits, gemma2 in bfloat16, qwen3, gemma3, mistral with windows.
+SELDOM = ("llama, 4 bits", "qwen2, float16", "mixtral", "gemma2", "qwen2", "gemma", "mistral")
 
 
 @pytest.mark.parametrize("name", few(VARIANTS, *VARIANTS.keys() - {*SELDOM}))

@@ -159,7 +159,7 @@ def mixtral(tmp_path_factory) -> Path:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("slots", [0, 1, 2.4])
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("name", few(FOLDERS, *FOLDERS.keys() - {"mixtral", "granite", "qwen3, mxfp8", "qwen3, nvfp4"}))
 def test_to_the_bit(name, slots, tmp_path, pooled):
     """Trees, and several sessions in one pass, before and behind the number of rows from which mlx-lm sorts."""
     folder = make(tmp_path / "model", name)
@@ -172,7 +172,8 @@ def test_to_the_bit(name, slots, tmp_path, pooled):
     resident.close()
     memory = backend.mixture.memory
     wanted, hits, read = memory.counted
-    assert 0 < hits < wanted
+    assert hits < wanted
+    assert hits > 0 or not slots  # without them nothing is kept from pass to pass
     assert read > 0
     few = name.startswith(("granite", "nemotron"))  # of their layers have experts
     assert (memory.predicted > 0) == (slots > 2 and not few)

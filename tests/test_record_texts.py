@@ -57,6 +57,7 @@ def test_texts_are_those_of_plain_decoding(
         assert any("draft" in (answer["sources"] or ()) for answer in answers)
 
 
+@pytest.mark.exhaustive
 def test_the_server_and_the_command_are_recorded(models: Path) -> None:
     if not Path(sys.executable).with_name("edgespec").exists():
         pytest.skip("the command edgespec is not installed beside this Python")

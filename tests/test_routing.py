@@ -44,6 +44,7 @@ def mixture(dense: Path, made: Any) -> Path:
     return out
 
 
+@pytest.mark.exhaustive
 def test_the_same_prompts_make_the_same_file_again(dense: Path, made: Any, mixture: Path, tmp_path: Path) -> None:
     again = tmp_path / "again.gguf"
     write_mixture(dense, again, Experts(8, 3, 64), made, unseen)

@@ -635,7 +635,7 @@ def writing(seen, text):
     return asking(lambda prompt: text, template="{# " + seen + " #}" + re.sub("</?[a-z_]+>", "", SCRIPTED))
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("seen", SPELLED)
 @pytest.mark.parametrize("asked", ["auto", "auto, with response_format", "required"])
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])

@@ -266,6 +266,7 @@ def trained(tmp_path_factory, tiny_gguf) -> Path:
     return folder / "head"
 
 
+@pytest.mark.exhaustive
 def test_both_forms_hold_the_same_head(trained, tiny_gguf):
     import gguf
 
@@ -304,6 +305,7 @@ def test_answers_are_the_targets_and_are_kept(trained, tiny_gguf, prompts, train
     assert sum(held) == 4
 
 
+@pytest.mark.exhaustive
 def test_a_started_folder_goes_on(tiny_gguf, prompts, train, tmp_path):
     out, more = tmp_path / "head", [*FEW[4:], "--vocab", "64", "--epochs", "1"]
     with pytest.MonkeyPatch.context() as patch:
