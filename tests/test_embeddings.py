@@ -114,9 +114,12 @@ def test_texts_are_as_before_and_go_on_meanwhile(gguf):
 
 def test_what_cannot_be_embedded_is_refused_in_one_line(model):
     for texts, says in [
-        ("", "the prompt is empty"), ([[]], "a text is empty"), ([[-1]], "a token id is -1, but must be from 0"),
-        (5, "texts is 5, but must be a text or a list of texts"), ([5], "a text is 5, but must be a string"),
-    ]:  # fmt: skip
+        ("", "the prompt is empty"),
+        ([[]], "a text is empty"),
+        ([[-1]], "a token id is -1, but must be from 0"),
+        (5, "texts is 5, but must be a text or a list of texts"),
+        ([5], "a text is 5, but must be a string"),
+    ]:
         with pytest.raises(UsageError, match=f"^{says}"):
             model.embed(texts)
     with pytest.raises(UsageError, match=r"^pooling is 'max', but must be one of mean, cls, last$"):

@@ -20,35 +20,67 @@ from edgespec.server.app import make_app
 from edgespec.server.service import Service
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Äöln"}}\n</tool_call>'
-TOOLS = [{
-    "type": "function", "function": {
-        "name": "weather", "description": "Tells it.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    },
-}]  # fmt: skip
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Tells it.",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    }
+]
 ASKED = {"role": "user", "content": "How is it?"}
 # First requests as programs send them, but for their words.
 REQUESTS = {
-    "Home Assistant": ("chat", {
-        "model": "tiny", "stream": True, "think": False, "keep_alive": "-1s", "options": {"num_ctx": 8192},
-        "messages": [{"role": "system", "content": "You control a home."}, ASKED], "tools": TOOLS,
-    }),
-    "LiteLLM": ("chat", {
-        "model": "tiny", "messages": [ASKED], "options": {"temperature": 0.2, "num_predict": 90, "stop": ["ZZ"]},
-        "stream": True,
-    }),
-    "LangChain": ("chat", {
-        "model": "tiny", "stream": True, "format": "", "keep_alive": None, "tools": [], "think": None,
-        "options": {"mirostat": None, "num_ctx": None, "temperature": 0.0, "repeat_penalty": None, "stop": None},
-        "messages": [{"role": "user", "content": "How is it?", "images": []}],
-    }),
+    "Home Assistant": (
+        "chat",
+        {
+            "model": "tiny",
+            "stream": True,
+            "think": False,
+            "keep_alive": "-1s",
+            "options": {"num_ctx": 8192},
+            "messages": [{"role": "system", "content": "You control a home."}, ASKED],
+            "tools": TOOLS,
+        },
+    ),
+    "LiteLLM": (
+        "chat",
+        {
+            "model": "tiny",
+            "messages": [ASKED],
+            "options": {"temperature": 0.2, "num_predict": 90, "stop": ["ZZ"]},
+            "stream": True,
+        },
+    ),
+    "LangChain": (
+        "chat",
+        {
+            "model": "tiny",
+            "stream": True,
+            "format": "",
+            "keep_alive": None,
+            "tools": [],
+            "think": None,
+            "options": {"mirostat": None, "num_ctx": None, "temperature": 0.0, "repeat_penalty": None, "stop": None},
+            "messages": [{"role": "user", "content": "How is it?", "images": []}],
+        },
+    ),
     "Obsidian": ("chat", {"model": "tiny", "messages": [ASKED], "options": {"temperature": 0.5, "num_predict": -2}}),
-    "JetBrains": ("chat", {
-        "model": "tiny", "messages": [ASKED], "stream": True, "keep_alive": "5m", "tools": None,
-        "options": {"num_ctx": 4096, "top_k": 40, "top_p": 0.9, "repeat_penalty": 1.1, "seed": 1, "num_gpu": 99},
-    }),
+    "JetBrains": (
+        "chat",
+        {
+            "model": "tiny",
+            "messages": [ASKED],
+            "stream": True,
+            "keep_alive": "5m",
+            "tools": None,
+            "options": {"num_ctx": 4096, "top_k": 40, "top_p": 0.9, "repeat_penalty": 1.1, "seed": 1, "num_gpu": 99},
+        },
+    ),
     "curl": ("generate", {"model": "tiny", "prompt": "How is it?"}),
-}  # fmt: skip
+}
 
 
 def lines(answer):

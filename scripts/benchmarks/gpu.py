@@ -365,8 +365,12 @@ SMALL = {
 
 
 SMALLER = {  # on a processor
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 16,
-}  # fmt: skip
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+}
 
 
 def small_shape(device: Any) -> dict[str, Any]:

@@ -16,8 +16,15 @@ from edgespec.machine.memory import in_bytes
 
 MODULE = "benchmarks.gpu_steps"
 STEPS = {  # functions of `MODULE`, most important first -> most seconds
-    "card": 60, "link": 60, "questions": 120, "trees": 120, "nf4": 200, "draft": 120, "peak": 90, "bfloat16": 240,
-}  # fmt: skip
+    "card": 60,
+    "link": 60,
+    "questions": 120,
+    "trees": 120,
+    "nf4": 200,
+    "draft": 120,
+    "peak": 90,
+    "bfloat16": 240,
+}
 FIRST = "card"  # without which there is none of the others
 SECONDS = 550  # of all steps
 WATCHDOG = 570  # seconds after which the program ends, whatever happens

@@ -38,18 +38,31 @@ from edgespec.loop.tree import is_leaf, path_to
 from edgespec.machine.memory import available_memory, format_size
 
 LLAMA_1B = {  # Llama 3.2 1B
-    "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 8192,
-}  # fmt: skip
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+}
 TINY = {  # on a processor
-    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 16, "num_hidden_layers": 12,
-}  # fmt: skip
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_hidden_layers": 12,
+}
 NODES, FEW_NODES = [1, 16, 64, 256, 512, 1024, 2048], [1, 64]
 KERNELS = {
-    "flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
-}  # fmt: skip
+}
 CELLS = 4000, 1025, 33, 5
 TREE = 64  # nodes, where not several sizes are measured
 LEAVES = 3  # of the tree, whose chains are compared
@@ -235,9 +248,16 @@ def streamed(tell: Tell, card: Card, dtype: str) -> None:
         tell(f"{row.nodes} nodes", asdict(row), f"{row.nodes} nodes: {row.seconds:.3f} s ({shown})")
 
     report = gpu.measure(
-        shape, dtype, card.place, memory, nodes, host_bytes=available_memory(), deadline=card.deadline,
-        copies=card.copies, made=made,
-    )  # fmt: skip
+        shape,
+        dtype,
+        card.place,
+        memory,
+        nodes,
+        host_bytes=available_memory(),
+        deadline=card.deadline,
+        copies=card.copies,
+        made=made,
+    )
     bytes_of_pass = f"{format_size(report.streamed_bytes)} a pass at {report.bandwidth / 1e9:.1f} GB/s"
     tell("all", report.as_dict(), f"{report.streamed_layers} of {report.layers} layers are streamed: {bytes_of_pass}")
     for name, seen in gpu.known([report]).items():

@@ -499,9 +499,14 @@ def run_client(case: Case, arguments: Sequence[str], settings: Mapping[str, str]
     environment = {**known, "HOME": str(case.home), "TMPDIR": str(case.home), "DISABLE_TELEMETRY": "1",
                    "DO_NOT_TRACK": "1", "DISABLE_AUTOUPDATER": "1", "IS_SANDBOX": "1", **settings}  # fmt: skip
     process = subprocess.Popen(
-        [program if program.exists() else program.name, *arguments], cwd=case.work, env=environment,
-        stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
-    )  # fmt: skip
+        [program if program.exists() else program.name, *arguments],
+        cwd=case.work,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
     try:
         code: int | str = process.wait(LONGEST)
     except subprocess.TimeoutExpired:

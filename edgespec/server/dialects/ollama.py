@@ -76,9 +76,11 @@ class OllamaBody(OllamaFields):
         options, most = self.options, self.options.num_predict or UNLIMITED
         stop = [options.stop] if isinstance(options.stop, str) else options.stop or ()
         return {
-            "sampling": self.sampling | options.sampling, "stop": stop, "grammar": grammar_of(self.format),
+            "sampling": self.sampling | options.sampling,
+            "stop": stop,
+            "grammar": grammar_of(self.format),
             "max_tokens": max(most, UNLIMITED),
-        }  # fmt: skip
+        }
 
     @property
     def variables(self) -> dict[str, Any]:
@@ -148,9 +150,11 @@ def turn_of(message: Mapping[str, Any], number: int, messages: Sequence[Mapping[
     thought = message.get("thinking")
     calls = calls_of({**message, "role": role}, f"{where}.tool_calls")
     return Turn(
-        role, text_of(content, f"{where}.content", asked=asked), thought if isinstance(thought, str) else None,
+        role,
+        text_of(content, f"{where}.content", asked=asked),
+        thought if isinstance(thought, str) else None,
         [one if by_id else Call(one.name, one.arguments, one.name) for one in calls],
-    )  # fmt: skip
+    )
 
 
 def with_images(content: Any, images: Any) -> Any:
@@ -207,11 +211,13 @@ class OllamaWriter(Writer):
     def _counts(self, answer: Answer) -> dict[str, int]:
         stats = answer.stats
         return {
-            "total_duration": monotonic_ns() - self._begun, "load_duration": 0,
+            "total_duration": monotonic_ns() - self._begun,
+            "load_duration": 0,
             "prompt_eval_count": len(answer.request.prompt_ids),
             "prompt_eval_duration": nanoseconds(stats.prefill_seconds),
-            "eval_count": stats.tokens, "eval_duration": nanoseconds(stats.seconds),
-        }  # fmt: skip
+            "eval_count": stats.tokens,
+            "eval_duration": nanoseconds(stats.seconds),
+        }
 
     def whole(self) -> dict[str, Any]:
         return self._last([piece for answer in self._all for piece in answer.pieces])

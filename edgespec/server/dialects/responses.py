@@ -220,12 +220,17 @@ class ResponsesWriter(Writer):
         self._name = new_id("msg_")
         # What a response has from its beginning, besides its echo.
         self._head: dict[str, Any] = {
-            "id": new_id("resp_"), "object": "response", "created_at": int(time.time()),
+            "id": new_id("resp_"),
+            "object": "response",
+            "created_at": int(time.time()),
             "model": self._model,
-            "max_output_tokens": body.max_output_tokens, "parallel_tool_calls": body.parallel_tool_calls,
-            "previous_response_id": body.previous_response_id, "store": body.store,
-            "truncation": "disabled", "error": None,
-        }  # fmt: skip
+            "max_output_tokens": body.max_output_tokens,
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "previous_response_id": body.previous_response_id,
+            "store": body.store,
+            "truncation": "disabled",
+            "error": None,
+        }
         self._begun, self._parts, self._numbers = False, Parts(), count()
         self._thought: Literal["none", "open", "done"] = "none"
         self._text: dict[str, Any] | None = None  # where its deltas go; it stays open to the end

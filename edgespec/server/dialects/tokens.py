@@ -89,8 +89,12 @@ def _props(service: Service) -> dict[str, Any]:
     settings = {"n_ctx": model.target.capabilities.context_length, "params": asdict(model.sampling)}
     known = {"bos_token": vocab.bos_id, "eos_token": vocab.eos_id}
     return {
-        "default_generation_settings": settings, "total_slots": len(model.planners), "model_alias": service.name,
-        "modalities": {"vision": False, "audio": False}, "chat_template": vocab.chat_template or "",
-        "chat_template_tool_use": vocab.tool_template or "", "build_info": f"edgespec {__version__}",
+        "default_generation_settings": settings,
+        "total_slots": len(model.planners),
+        "model_alias": service.name,
+        "modalities": {"vision": False, "audio": False},
+        "chat_template": vocab.chat_template or "",
+        "chat_template_tool_use": vocab.tool_template or "",
+        "build_info": f"edgespec {__version__}",
         **{name: "" if token is None else vocab.token_text(token) for name, token in known.items()},
-    }  # fmt: skip
+    }
