@@ -82,7 +82,8 @@ def test_the_app_of_the_page_runs(tmp_path, capsys):
     assert len(app.splitlines()) <= 40
     path = small_llama(tmp_path / "tiny.gguf", layers=1)
     exec(compile(app.replace("big.gguf", str(path)).replace("=1000", "=1900"), "app", "exec"), {})
-    assert capsys.readouterr().out.endswith("the story was not wanted\n")
+    *_, vectors, last = capsys.readouterr().out.splitlines()
+    assert "(2, 256)" in (vectors, last)  # a random story may end by itself
 
 
 def test_what_cannot_be_loaded_is_one_line_in_asyncio_too():
