@@ -67,6 +67,11 @@ class Slot:
     def draft(self) -> Session | None:
         return self.planner.draft_session if self.planner else None
 
+    def forget_drafts(self) -> None:
+        """Have its planner, if it has one, start without what it knows of earlier texts."""
+        if self.planner:
+            self.planner.begin([0])
+
     @property
     def taken(self) -> int:
         """Cells of its tokens, without shared ones."""

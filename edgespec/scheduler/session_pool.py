@@ -128,15 +128,14 @@ class SessionPool:
 
         other = max((one for one in self.idle if one.planner), key=worth)
         slot.planner, other.planner = other.planner, None
-        if slot.planner and other.sender != sender:
-            slot.planner.begin([0])
+        if other.sender != sender:
+            slot.forget_drafts()
 
     def _give(self, slot: Slot, sender: str) -> None:
         """Let a slot serve a sender: what it holds of another one may not even spare time."""
         if slot.sender != sender:
             self.evict(slot)
-            if slot.planner:
-                slot.planner.begin([0])
+            slot.forget_drafts()
             slot.sender, slot.last_row = sender, None
 
     def prepare(self, slot: Slot, prompt: Sequence[int]) -> None:
@@ -190,8 +189,7 @@ class SessionPool:
         with suppress(Exception):  # `mend` tries again, or the next request in this session fails
             slot.session.close()
             slot.session = self._target.open()
-            if slot.planner:
-                slot.planner.begin([0])
+            slot.forget_drafts()
             slot.is_broken = False
 
     def mend(self) -> None:
@@ -227,8 +225,7 @@ class SessionPool:
     def empty_idle(self) -> None:
         for slot in self.idle:
             self.empty(slot)
-            if slot.planner:
-                slot.planner.begin([0])
+            slot.forget_drafts()
 
     def save_one(self) -> bool:
         for slot in self.idle if self.disk_cache else ():
