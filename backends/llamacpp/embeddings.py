@@ -9,14 +9,13 @@ from edgespec.errors import ModelError, NoRoom, UsageError
 from edgespec.loop.sampling import Float32Array
 from edgespec.machine.memory import format_size
 from edgespec.machine.this_machine import this_machine
-from edgespec.weights.plan import divide
 
 from .batch import Batch
 from .cells import Rows
 from .context import ContextSize, make_context, settle_attention
 from .ggml.files import forget_log, last_log, llama_cpp, loaded_tensors
 from .memory.gpu import find_gpus
-from .memory.planning import rehearse
+from .memory.planning import rehearse, weights_here
 
 # Tokens of a pass. llama.cpp pools only texts of one pass itself, and in such a context it gives the logits of every
 # token: of a whole text they would take gigabytes.
@@ -41,9 +40,8 @@ def memory_left(path: str, gpu_layers: int, most: int | None) -> int:
     machine = this_machine(path, find_gpus())
     left = machine.free - machine.used
     if most is not None:
-        tensors, own = loaded_tensors(path), any(not gpu.shared for gpu in machine.gpus)
-        here = divide(tensors, gpu_layers)[0] if own else tensors  # a file's pages are in no one's `used`
-        left = min(left, most - machine.used - sum(tensor.size for tensor in here))
+        here = weights_here(loaded_tensors(path), gpu_layers, machine.gpus)  # a file's pages are in no one's `used`
+        left = min(left, most - machine.used - here)
     return max(0, left)
 
 

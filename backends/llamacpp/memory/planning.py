@@ -19,6 +19,7 @@ from edgespec.machine import memory as process
 from edgespec.machine.disk import COMPRESSING_FILE_SYSTEMS, NETWORK_FILE_SYSTEMS
 from edgespec.machine.memory import format_size, in_bytes
 from edgespec.machine.system import HUGE
+from edgespec.machine.this_machine import Gpu
 from edgespec.models.gguf_header import own_header, own_values, whole_number
 from edgespec.models.heads import is_head
 from edgespec.weights.experts import (
@@ -224,10 +225,8 @@ class MemoryPlanner:
         fixed = self.machine.used + MARGIN
         if weights:
             return self.room - fixed
-        own = any(not gpu.shared for gpu in self.gpus)
-        tensors = divide(self.tensors, gpu_layers)[0] if own else self.tensors
         needed = self.needs([size], gpu_layers, streams=False)[0] + self._drafts(size) - fixed
-        return needed + sum(tensor.size for tensor in tensors) + DOUBT
+        return needed + weights_here(self.tensors, gpu_layers, self.gpus) + DOUBT
 
     def choose_gpu_layers(self, size: ContextSize) -> int:
         """Default of `gpu_layers`, for GPUs or lenders."""
@@ -499,6 +498,12 @@ def work_of(layers: Sequence[ExpertLayer], chosen: int) -> int:
 
 def pool_reserve(room: int) -> int:
     return MARGIN + int(room * RESERVED_SHARE)
+
+
+def weights_here(tensors: Sequence[Tensor], gpu_layers: int, gpus: Sequence[Gpu]) -> int:
+    """Bytes of weights in this machine's memory: all, but those of layers that GPUs with memory of their own have."""
+    shared = all(gpu.shared for gpu in gpus)
+    return sum(tensor.size for tensor in (tensors if shared else divide(tensors, gpu_layers)[0]))
 
 
 def memory_needs(path: str, size: ContextSize, machine: Machine, draft_files: Sequence[str] = ()) -> int:
