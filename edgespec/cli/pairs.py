@@ -12,8 +12,8 @@ from edgespec.cli.catalogue import entries_needed, pull_what_is_missing
 from edgespec.cli.completion import complete_model
 from edgespec.cli.options import MODELS_OPTION, YES_OPTION, allow_only, context_option, not_empty
 from edgespec.cli.terminal import Bars
-from edgespec.errors import EdgespecError, UsageError, check_whole
-from edgespec.machine.files import check_out, write_whole
+from edgespec.errors import UsageError, check_whole
+from edgespec.machine.files import check_out
 from edgespec.machine.memory import available_memory, in_bytes
 from edgespec.models.registry import OWN, find_model, is_folder, local_path
 
@@ -131,18 +131,16 @@ def pair(
         click.echo(report.ranking(measured))
     if png:
         report.picture(measured[0][1], Path(png))
-    if write:
-        sources = {"target": entry.target, "draft": find_model(draft, options["models_file"]).target if draft else None}
-        about = report.figures(measured[0][1], options["memory"])
-    if write and own:
+    if not write:
+        return
+    sources = {"target": entry.target, "draft": find_model(draft, options["models_file"]).target if draft else None}
+    about = report.figures(measured[0][1], options["memory"])
+    if own:
         report.append_entry(own, _entry(write, sources, about))
         click.echo(f"{own}: {write} is added", err=True)
     elif card:
         command = shlex.join(["edgespec", *(Path(one).name if Path(one).exists() else one for one in sys.argv[1:])])
-        try:
-            write_whole(card, report.card(measured[0][1], sources, about, command))
-        except OSError as error:
-            raise EdgespecError(f"{card}: cannot be written: {error.strerror or error}") from error
+        report.write(card, report.card(measured[0][1], sources, about, command))
         click.echo(f"{card} is written; to publish it: hf upload OWNER/REPOSITORY {card} README.md", err=True)
 
 

@@ -116,8 +116,16 @@ def write_picture(figure: Any, out: Path) -> None:
     """
     drawn = BytesIO()
     figure.savefig(drawn, format="png", dpi=110)
+    write(out, drawn.getvalue())
+
+
+def write(out: Path, data: str | bytes) -> None:
+    """
+    Raises:
+        EdgespecError: it cannot be written.
+    """
     try:
-        write_whole(out, drawn.getvalue())
+        write_whole(out, data)
     except OSError as error:
         raise EdgespecError(f"{out}: cannot be written: {error.strerror or error}") from error
 
