@@ -1,6 +1,7 @@
 """Embeddings in OpenAI's dialect, /v1/embeddings, and in Ollama's, /api/embed and its older form /api/embeddings."""
 
 import asyncio
+from abc import abstractmethod
 from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -36,8 +37,9 @@ class EmbeddingFields(Checked):
     truncate: bool = False
 
     @property
+    @abstractmethod
     def inputs(self) -> Sequence[Prompt]:
-        raise NotImplementedError
+        """The texts; raises Refused."""
 
 
 class OpenAIEmbeddingsBody(EmbeddingFields):
