@@ -596,7 +596,7 @@ def load_asked(asked: Asked) -> Model:
         if pace and keeps:
             defaults["at_close"] = recall_auto_state(pace, asked.sources(backends), backends[0], asked.about, learn)
         if pace and asked.planner != "none":
-            time_tiles(pace, *backends, say=asked.say)
+            time_tiles([pace], *backends, say=asked.say)
         return Model(backends[0], asked.planners(backends, pace), pace=pace, owned=backends, **defaults)
     except BaseException:
         close_all(backends)

@@ -81,14 +81,14 @@ def test_passes_with_tiles_are_timed_once(monkeypatch):
     model, said, pace = random_model(1), list[str](), new_auto_state(False, tiled=True)
     target, draft = ReferenceBackend(model, max_nodes=33), ReferenceBackend(model)
     monkeypatch.setattr(timed_pass, "time_pass", lambda backend, rows: timed_pass.Pass(rows, tiles(rows), 0.0))
-    time_tiles(pace, target, draft, say=said.append)
+    time_tiles([pace], target, draft, say=said.append)
     assert (said, pace.times(0)) == ([], None)  # this one has no tiles
     narrow = BatchInvariance("narrow", RowClass(1, 8), RowClass(1, 8))
     for exact in (narrow, None):  # with this row class, no pass has a tile
         assert said == []
         target.capabilities = replace(target.capabilities, tiled=True, exact=exact)
-        time_tiles(pace, target, draft, say=said.append)
-    time_tiles(pace, target, draft, say=said.append)
+        time_tiles([pace], target, draft, say=said.append)
+    time_tiles([pace], target, draft, say=said.append)
     assert said == [TIMING]
     assert float(pace.times(0).sizes[-1]) == 32
     assert float(pace.draft.at(0).sizes[-1]) == 64

@@ -1,6 +1,6 @@
 """Time passes of a loaded model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 
@@ -43,25 +43,30 @@ class Pass:
         return "disk" if self.waited > 0.25 * self.seconds else "computing"
 
 
-def time_tiles(pace: AutoState, target: Backend, *drafts: Backend, say: Callable[[str], None]) -> None:
+def time_tiles(paces: Sequence[AutoState], target: Backend, *drafts: Backend, say: Callable[[str], None]) -> None:
     """Learn how long passes with tiles take, unless that is known; no session is open.
 
     Args:
-        pace: learns it.
+        paces: learn it; what the first one knows, the others know.
         target: the loaded target.
         drafts: the loaded draft, if there is one.
         say: called with a line before passes are timed.
     """
-    known, limits = pace.target.at(0), target.capabilities
-    if not limits.tiled or most_nodes(limits, 0) <= FEW or (known and known.sizes[-1] > FEW):
+    limits = target.capabilities
+    known = paces[0].target.at(0) if paces else None
+    if not paces or not limits.tiled or most_nodes(limits, 0) <= FEW or (known and known.sizes[-1] > FEW):
         return
     say(TIMING)
     for nodes in TIMED:
         if nodes <= most_nodes(limits, 0):
-            pace.target.add(nodes, time_pass(target, nodes).seconds)
+            seconds = time_pass(target, nodes).seconds
+            for pace in paces:
+                pace.target.add(nodes, seconds)
         for draft in drafts:
             if not draft.capabilities.head and nodes <= most_nodes(draft.capabilities, 0):
-                pace.draft.add(nodes, time_pass(draft, nodes).seconds)
+                seconds = time_pass(draft, nodes).seconds
+                for pace in paces:
+                    pace.draft.add(nodes, seconds)
 
 
 def time_pass(backend: Backend, nodes: int) -> Pass:

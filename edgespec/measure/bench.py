@@ -180,8 +180,7 @@ def run_bench(
             name: None if fixed else new_auto_state(limits.streams, limits.experts, tiled=limits.tiled)
             for name in names
         }
-        for pace in filter(None, paces.values()):
-            time_tiles(pace, *backends, say=say)
+        time_tiles([*filter(None, paces.values())], *backends, say=say)
         progress(0, len(asked))
         for i, question in enumerate(asked):
             params = SamplingParams(**{**sampling, "seed": (sampling.get("seed", 0) + i) % 2**64})
