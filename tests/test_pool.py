@@ -116,10 +116,14 @@ def test_agents_that_take_turns_keep_what_was_read(name, sender):
     """More than are at work at once."""
     target = pooled(cells=600, slots=1, kept=2)
     scheduler = Scheduler(target, planners(name, 1), budget=4)
-    agents = (2, 6)
+    agents = (4, 6)
     for prompt in agents:
         Reader(scheduler, prompt)
         run(scheduler)
+        held = [slot for slot in scheduler.pool.slots if slot.session.token_ids]
+        assert len(held) == 1  # idle tokens slow passes, and nothing has come back yet
+    Reader(scheduler, agents[0])  # now the first one has
+    run(scheduler)
     for prompt in agents:
         again = Reader(scheduler, prompt, 0.7, 1, sender=sender)
         run(scheduler)
@@ -134,6 +138,7 @@ def test_idle_texts_leave_a_part_of_the_cells_free():
     """So that cells are seldom put in order."""
     target = pooled(cells=320, slots=1, kept=3)
     scheduler = Scheduler(target, planners("none", 1), budget=4)
+    scheduler.pool._keeps = 3
     for prompt in (4, 6, 2):
         Reader(scheduler, prompt)
         run(scheduler)

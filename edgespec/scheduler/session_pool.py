@@ -5,6 +5,7 @@ the least recently used idle ones are emptied for new requests, and a `DiskCache
 sessions than planners, which go to those that are at work.
 """
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -37,6 +38,9 @@ class SessionPool:
         kept = [None] * target.capabilities.kept
         self.slots = [Slot(target.open(), planner) for planner in [*planners, *kept]]
         self.seqs = list[Seq]()  # those that have slots
+        # Idle tokens slow the passes of others, so more sessions than planners hold tokens only where texts come back.
+        self._keeps = 0  # so many more
+        self._dropped = deque[tuple[str, list[int]]](maxlen=2 * len(self.slots))  # sender and tokens
         self._target = target
         self._requests = self._passes = 0
 
@@ -81,6 +85,7 @@ class SessionPool:
 
     def assign(self, seq: Seq) -> None:
         """Give a sequence the idle slot that loses least; `begin` comes next."""
+        self._notice_return(seq.request.prompt_ids, seq.request.sender)
         slot = self._idle_for(seq.request.prompt_ids, seq.request.sender)
         if slot.planner is None:
             self._give_planner(slot, seq.request.prompt_ids, seq.request.sender)
@@ -113,11 +118,18 @@ class SessionPool:
         seq.generation.prompt.retries = PROMPT_RETRIES
         first = seq.generation.begin()
         while (cells := self.limits.cells) is not None:
-            holding = sum(bool(one.session.token_ids) for one in self.slots)
-            most = cells - (cells // FREE if holding > len(self.slots) - self.limits.kept else 0)
-            if sum(map(self._reserved, self.slots)) <= most or not self.evict_oldest():
+            in_use = sum(one.seq is not None or bool(one.session.token_ids) for one in self.slots)
+            more = in_use + self.limits.kept - len(self.slots)
+            fits = sum(map(self._reserved, self.slots)) <= cells - (cells // FREE if more > 0 else 0)
+            if (fits and more <= self._keeps) or not self.evict_oldest():
                 break
         return seq.report_read(first)
+
+    def _notice_return(self, prompt: Sequence[int], sender: str) -> None:
+        """Keep one session more from now on if one that was dropped would have spared more than those there are."""
+        back = max((common_prefix(tokens, prompt) for whose, tokens in self._dropped if whose == sender), default=0)
+        if back - self._most_in_memory(prompt, sender) >= WORTH_KEEPING:
+            self._keeps = min(self._keeps + 1, self.limits.kept)
 
     def _give_planner(self, slot: Slot, prompt: Sequence[int], sender: str) -> None:
         """Give an idle slot the idle planner whose draft has read most of a prompt, or that was used first."""
@@ -209,6 +221,8 @@ class SessionPool:
         """Save a session to the disk cache, if there is one, and empty it."""
         if self.disk_cache:
             self.disk_cache.put(slot.session, slot.draft, slot.sender)
+        if self.limits.kept:
+            self._dropped.append((slot.sender, list(slot.session.token_ids)))
         self.empty(slot)
 
     def evict_oldest(self) -> bool:
