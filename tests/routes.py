@@ -1,14 +1,11 @@
 """Experts that tokens of real mixtures chose, and the bytes that pools would have read for them.
 
-    python tests/routes.py                                            a table for `data/routes.npz`
-    PYTHONPATH=scripts python tests/routes.py FILE.route.csv.gz …     for other recorded routes
-    PYTHONPATH=scripts python tests/routes.py --write FILE …          `data/routes.npz` from these
+    python tests/routes.py     a table for `data/routes.npz`
 
 The routes in `data/routes.npz` are of Qwen3-30B-A3B and Gemma-4-26B-A4B: a prompt and 128 tokens, 6 experts of 128
-(github.com/Helldez/BigMoeOnEdge, docs/bench-data/2026-07-15-route-trace, Apache-2.0).
+(github.com/Helldez/BigMoeOnEdge, docs/bench-data/2026-07-15-route-trace, Apache-2.0; by `268aead3:tests/routes.py`).
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +40,6 @@ class Route:
 
 
 def read_routes(path: Path = ROUTES) -> dict[str, Route]:
-    """Those of `write_routes`."""
     with np.load(path) as found:
         names = sorted({name.partition("/")[0] for name in found.files})
         parts = [{part: found[f"{name}/{part}"] for part in ("experts", "sizes", "prompt", "text")} for name in names]
@@ -51,27 +47,6 @@ def read_routes(path: Path = ROUTES) -> dict[str, Route]:
         name: Route(int(one["experts"]), one["sizes"].tolist(), one["prompt"], one["text"])
         for name, one in zip(names, parts, strict=True)
     }
-
-
-def write_routes(routes: dict[str, Route], path: Path = ROUTES) -> None:
-    """A file for `read_routes`."""
-    parts = {f"{name}/{part}": value for name, route in routes.items() for part, value in vars(route).items()}
-    np.savez_compressed(path, **{name: np.asarray(value) for name, value in parts.items()})
-
-
-def read_csv(path: Path) -> Route:
-    """A route trace with one text."""
-    from benchmarks.routing import GENERATED, read_rows  # it needs llama.cpp
-
-    head, sizes, rows = read_rows(path)
-    layers, used, parts = int(head["n_layer"]), int(head["n_expert_used"]), list[Any]()
-    for phase in (0, GENERATED):
-        _, _, steps, at, slots, experts = rows[rows[:, 1] == phase].T
-        tokens = steps - steps.min()
-        parts.append(np.full((1 + tokens.max(), layers, used), NONE, np.uint16))
-        parts[-1][tokens, at, slots] = experts
-    prompt, text = parts
-    return Route(int(head["n_expert"]), sizes, prompt, text)
 
 
 def layers_of(route: Route) -> list[ExpertLayer]:
@@ -143,14 +118,10 @@ def shares(route: Route, width: int, slots: Sequence[int] = SLOTS) -> list[float
     ]
 
 
-def main(arguments: Sequence[str]) -> None:
+def main() -> None:
     """The command."""
-    paths = [Path(one) for one in arguments if not one.startswith("--")]
-    routes = {path.name.partition(".")[0]: read_csv(path) for path in paths}
-    if "--write" in arguments:
-        write_routes(routes)
     found = list[float]()
-    for name, route in (routes or read_routes()).items():
+    for name, route in read_routes().items():
         for width in (1, 4):
             found += shares(route, width)
             told = ", ".join(f"{slots} slots {share:.3f}" for slots, share in zip(SLOTS, found[-4:], strict=True))
@@ -159,4 +130,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -45,11 +45,6 @@ def test_help_says_what_each_subcommand_does_in_a_few_words(bench):
         ("serve throughput FILE --model x --llama-server y --mode quick", "there is no mode 'quick'"),
         ("fuzz --with parallel", "--with is 'parallel', but must be like parallel=5"),
         ("fuzz --minutes nan", "nan is not a finite number"),
-        ("trees FILE --costs 1,2,3,4", "--costs is '1,2,3,4', but must be five times above 0, such as 99,23.8,0.57"),
-        ("trees FILE --costs 1,2,3,4,nan", "--costs is '1,2,3,4,nan', but must be five times above 0"),
-        ("trees FILE --write OUT", "--write records one mixture: give it alone, with --draft and --prompts"),
-        ("trees FILE --write OUT --memory 1G", "a trace is recorded, not replayed: leave out --memory"),
-        ("trees FILE --nodes 8", "without --write nothing is recorded: leave out --nodes"),
         ("speed", "no such command 'speed'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Routers for made-up mixtures, of what the routers of a dense model's layers would read.
+"""Routers for made-up mixtures, of what those of a dense model's layers would read, recorded in llama.cpp's graph.
 
 Choices of real mixtures change slowly from token to token, and hardly from layer to layer. So does the part of a state
 that two layers share: the directions in which a layer's input varies as the input of the layer before does. In them,
@@ -7,15 +7,114 @@ be chosen. The table beside real mixtures: docs/measured.md.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from ctypes import c_char
+from typing import Any
 
 import numpy as np
+from edgespec.backends.llamacpp.backend import LlamaBackend
+from edgespec.backends.llamacpp.engine import load_here, plan_here
+from edgespec.backends.llamacpp.ggml.ggml_tensor import GgmlTensor
+from edgespec.backends.llamacpp.memory.watch import Watch
+from numpy.lib.stride_tricks import as_strided
 
 from edgespec.errors import UsageError
+from edgespec.loop.backend import Work
+from edgespec.loop.engines import LoadOptions
 from edgespec.loop.sampling import Float32Array
+from edgespec.loop.text import render_chat, user_messages
+from edgespec.machine.this_machine import this_machine
 
+INPUTS = "ffn_norm"  # the operation that gives what a router would read
+LONGEST = 512  # tokens of a prompt
+TOGETHER = 16  # texts that are generated in the same passes
 DIRECTIONS = 32
 TINY = 1e-4  # of the strongest direction: one that is nothing but rounding
 STEPS = 25  # of k-means
+
+
+class Recorder(Watch):  # type: ignore[misc]
+    """Takes the place of `Watch`, and copies what `INPUTS` gives in a pass."""
+
+    def learn(self, context: Any) -> None:
+        """The name is known."""
+
+    def begin(self, *, prompt: bool, rows: int, padding: int) -> None:
+        self._layers = list[Float32Array]()
+
+    def _called(self, tensor: int, ask: bool) -> bool:
+        name, _, layer = self._name_of(tensor).decode().rpartition("-")
+        if name != INPUTS or not layer.isdigit():  # views of it have a longer name
+            return not ask
+        if not ask:
+            found = GgmlTensor.from_address(tensor)
+            (width, rows), stride = found.ne[:2], found.nb[1]
+            memory = (c_char * (stride * (rows - 1) + 4 * width)).from_address(found.data)
+            self._layers.append(as_strided(np.frombuffer(memory, np.float32), (rows, width), (stride, 4)).copy())
+        return True
+
+    @property
+    def taken(self) -> Float32Array:
+        """[rows, layers, width] of the last pass."""
+        return np.stack(self._layers, 1)
+
+
+def record(path: str, prompts: Sequence[str], tokens: int, progress: Callable[[int, int], None]) -> list[Float32Array]:
+    """Answer prompts greedily.
+
+    Args:
+        path: of a GGUF.
+        prompts: those longer than `LONGEST` are left out.
+        tokens: of an answer, if it does not end before.
+        progress: called with prompts done, and in all.
+
+    Returns:
+        [tokens, layers, width] of each prompt with its answer.
+
+    Raises:
+        ModelError: it cannot be loaded.
+    """
+    options = LoadOptions(
+        context_length=LONGEST + tokens, budget=LONGEST, sessions=TOGETHER, exact="off", gpu_layers=0, resident=True
+    )
+    plan, recorder, found = plan_here(path, options, this_machine(path)), Recorder(), list[Float32Array]()
+    with closing(load_here(plan, plan.ways[-1], lambda done, total: None, recorder)) as backend:
+        vocab = backend.vocab
+        asked = [
+            render_chat(vocab, user_messages(text))
+            if vocab.chat_template
+            else vocab.encode(text, add_bos=True, parse_special=False)
+            for text in prompts
+        ]
+        asked = [ids for ids in asked if len(ids) <= LONGEST]
+        for start in range(0, len(asked), TOGETHER):
+            found += _answer(backend, recorder, asked[start : start + TOGETHER], tokens)
+            progress(len(found), len(asked))
+    return found
+
+
+def _answer(backend: LlamaBackend, recorder: Recorder, asked: list[list[int]], tokens: int) -> list[Float32Array]:
+    sessions, parts = [backend.open() for _ in asked], list[list[Float32Array]]()
+    live = list[tuple[int, Any]]()  # number of a text and its next token
+    for number, ids in enumerate(asked):
+        nodes = np.arange(len(ids), dtype=np.int32)
+        (logits,) = backend.forward([Work(sessions[number], np.array(ids, np.int32), nodes - 1, nodes)])
+        sessions[number].commit(nodes.tolist())
+        parts.append([recorder.taken])
+        live.append((number, logits.row(len(ids) - 1).argmax()))
+    root = np.zeros(1, np.int32)
+    for _ in range(tokens):
+        live = [(number, token) for number, token in live if token not in backend.vocab.eog_ids]
+        if not live:
+            break
+        passed = backend.forward([Work(sessions[number], root + token, root - 1, root) for number, token in live])
+        for row, (number, _) in zip(recorder.taken, live, strict=True):
+            sessions[number].commit([0])
+            parts[number].append(row[None])
+        live = [(number, logits.row(0).argmax()) for (number, _), logits in zip(live, passed, strict=True)]
+    for session in sessions:
+        session.close()
+    return [np.concatenate(of_text) for of_text in parts]
 
 
 def routers(
