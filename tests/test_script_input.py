@@ -33,12 +33,9 @@ def test_help_says_what_each_subcommand_does_in_a_few_words(bench):
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("offload FILE --nodes 0", "0 is not in the range x>=1"),
         ("offload FILE --prompts FILE --budget 0", "0 is not in the range x>=1"),
         ("offload FILE --prompts FILE -t nan", "nan is not a finite number"),
-        ("offload FILE --nodes 1 --limit 4", "without --prompts nothing is asked: leave out --limit"),
-        ("offload FILE", "give --nodes or --prompts"),
-        ("offload no.gguf --nodes 1", "'no.gguf' is no GGUF file"),
+        ("offload FILE", "missing option '--prompts'"),
         ("serve throughput FILE --model x --threads 0", "0 is not in the range x>=1"),
         ("serve throughput FILE --model x --mode plain", "without --llama-server it is not measured: leave out --mode"),
         ("serve throughput FILE --model x --llama-options=-fa", "it is not measured: leave out --llama-options"),
@@ -58,6 +55,8 @@ def test_a_wrong_number_is_refused(refused, line, says):
         ("FILE --planners specexec", "the planner specexec needs a draft model: give one with --draft"),
         ("FILE+FILE --planners sssd,spexec", "there is no planner 'spexec'; did you mean specexec?"),
         ("FILE --planners sssd,", "there is no planner ''"),
+        ("FILE --planners none --plain-tokens 0", "nothing is to be measured: give --planners"),
+        ("no.gguf", "'no.gguf' is no GGUF file"),
     ],
 )
 def test_a_wrong_variant_is_refused_before_the_first_is_measured(refused, line, says, tmp_path):
