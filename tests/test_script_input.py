@@ -23,7 +23,7 @@ def refused(bench, tmp_path):
 
 
 def test_help_says_what_each_subcommand_does_in_a_few_words(bench):
-    for arguments, names in (((), COMMANDS), (("serve",), ("load", "throughput", "wire"))):
+    for arguments, names in (((), COMMANDS), (("serve",), ("throughput", "wire"))):
         code, shown, _ = bench(*arguments, "--help")
         assert code == 0
         assert all(f"\n  {name} " in shown for name in names)

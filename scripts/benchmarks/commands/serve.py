@@ -1,20 +1,18 @@
-"""The server: its speed beside llama.cpp's, how it stands load, and differences of what both say."""
+"""The server beside llama.cpp's: speed, and differences of what both say."""
 
 import json
 import shlex
 import sys
-import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from benchmarks import compare_servers, llama_server, stress, wire
+from benchmarks import compare_servers, llama_server, wire
 from benchmarks.options import AT_LEAST_1, FILE, PATH, ROUNDS, THREADS, Number, asking, questions
 from benchmarks.serving import served
 from edgespec.cli.options import DRAFT_OPTION, MEMORY_OPTION, refuse
-from edgespec.cli.terminal import Bars
 from edgespec.errors import no_such
 from edgespec.machine.files import check_out, write_whole
 from edgespec.machine.memory import parse_size
@@ -28,7 +26,7 @@ LLAMA_OPTIONS = click.option(
 
 @click.group()
 def command() -> None:
-    """The server beside others, and under load."""
+    """The server beside llama.cpp's."""
 
 
 @command.command(
@@ -91,44 +89,6 @@ def throughput(
         body={"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}, say=partial(click.echo, err=True),
     )  # fmt: skip
     click.echo(compare_servers.shown(found))
-
-
-@command.command(
-    epilog="""\b
-Examples:
-  scripts/bench serve load --clients 64 --each 200 -n 8
-  scripts/bench serve load --kind schema --clients 4 --each 125 -n 160"""
-)
-@click.option("--model", default="smollm2-135m")
-@click.option("--draft", help="A draft model.")
-@click.option("--backend", help="As for run.")
-@THREADS
-@click.option("--parallel", type=AT_LEAST_1, default=4)
-@click.option("--clients", type=AT_LEAST_1, default=64)
-@click.option("--each", type=AT_LEAST_1, default=200, help="Requests of each.")
-@click.option("--max-tokens", "-n", type=AT_LEAST_1, default=8)
-@click.option("--kind", "kinds", multiple=True, type=click.Choice(stress.KINDS), help="Of requests; repeatable. [all]")
-def load(clients: int, each: int, max_tokens: int, kinds: tuple[str, ...], model: str, **options: Any) -> None:
-    """Many clients of all kinds at once.
-
-    They stream, leave, read slowly, want JSON or two choices; nothing may leak, hang or be broken JSON.
-    """
-    with load_model(model, **options) as loaded, served(loaded) as port:
-        threads = threading.active_count()
-        idle = stress.half_open(port, 8)
-        with Bars() as bars:
-            step = partial(bars.advance, "asking", clients * each)
-            found = stress.load(port, clients, each, max_tokens, kinds or stress.KINDS, progress=step)
-        left = stress.left_over(loaded, threads)
-        for sock in idle:
-            sock.close()
-    for kind, count in sorted(found.answers.items()):
-        click.echo(f"{kind:20} {count:7}")
-    click.echo(f"{'complete JSON':20} {found.parsed:7}")
-    click.echo(f"{found.seconds:.1f} s; left over: {', '.join(left) or 'nothing'}; wrong: {len(found.wrong)}")
-    for wrong in found.wrong[:10]:
-        click.echo(wrong)
-    sys.exit(bool(left or found.wrong))
 
 
 @command.command(
