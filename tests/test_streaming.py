@@ -27,12 +27,12 @@ from edgespec.errors import ModelError
 from edgespec.machine import disk, system
 from edgespec.machine.system import READ_SIZE, READ_THREADS
 from edgespec.machine.this_machine import this_machine
-from edgespec.weights import linux, ring
+from edgespec.weights import direct_io, linux, ring
 from edgespec.weights.linux import CachedLinuxStore, LinuxStore, mappings
+from edgespec.weights.open_files import Store
 from edgespec.weights.plan import Extent, Layer, Mapping, Plan
 from edgespec.weights.preload import lock, warm
 from edgespec.weights.ring import Streamer
-from edgespec.weights.windows import WindowsStore
 
 PAGE = mmap.PAGESIZE
 MIB = 1 << 20
@@ -733,10 +733,10 @@ def refuse_direct(path: str) -> tuple[int, bool]:
 @pytest.mark.parametrize("direct", [True, False])
 def test_bytes_are_right_before_during_and_after(mapped: Mapped, monkeypatch: pytest.MonkeyPatch, direct: bool) -> None:
     if not direct:
-        monkeypatch.setattr(linux, "open_direct", refuse_direct)
+        monkeypatch.setattr(direct_io, "open_direct", refuse_direct)
     store = mapped.store()
     if not direct:
-        assert not store.is_direct
+        assert store._direct.steps == [direct_io.THROUGH_CACHE]
     store.drop([extent for layer in mapped.layers for extent in layer.extents])
     for number, layer in enumerate(mapped.layers * 3):  # so slots hold layers of unlike sizes by turns
         slot = number % mapped.plan.slots
@@ -1165,7 +1165,7 @@ def test_no_address_outside_the_mapping_of_the_file_is_touched(
 @posix_only
 def test_the_system_chooses_the_store(mapped: Mapped) -> None:
     seen = mappings(str(mapped.path)) if sys.platform == "linux" else []
-    for platform, kind in (("linux", LinuxStore), ("win32", WindowsStore)):
+    for platform, kind in (("linux", LinuxStore), ("win32", Store)):
         if platform == "linux" != sys.platform:
             continue
         machine = replace(this_machine(), platform=platform)

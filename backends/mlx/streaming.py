@@ -22,6 +22,7 @@ from edgespec.loop.engines import Progress
 from edgespec.machine.disk import Reading
 from edgespec.machine.system import HUGE, wish_huge_pages
 from edgespec.weights.direct_io import ALIGNED, DirectFiles
+from edgespec.weights.open_files import Store
 from edgespec.weights.plan import Extent, Layer, Plan, Tensor
 from edgespec.weights.preload import warm
 from edgespec.weights.ring import Streamer
@@ -38,8 +39,8 @@ from .words import NUMBER, address, new_words, weight
 Result = TypeVar("Result")
 
 
-class SlotStore:
-    """See `edgespec.weights.ring.Slots`."""
+class SlotStore(Store):
+    """Slots of streamed layers, in MLX's memory."""
 
     def __init__(self, paths: Sequence[str], bases: Sequence[int], plan: Plan) -> None:
         """
@@ -51,8 +52,9 @@ class SlotStore:
         Raises:
             OSError: a file cannot be opened.
         """
-        self._files = DirectFiles(paths)
-        self.plan = replace(plan, streamed=tuple(map(self._files.widened, plan.streamed)))
+        self._direct = DirectFiles(paths)
+        super().__init__(self._direct)
+        self.plan = replace(plan, streamed=tuple(map(self._direct.widened, plan.streamed)))
         self._inside: dict[tuple[int, Extent], int] = {}  # offset in the slot, by layer and extent
         size = 0
         for layer in self.plan.streamed:
@@ -93,27 +95,18 @@ class SlotStore:
 
         def read(piece: Extent) -> None:
             at = bisect_right(starts, (piece.file, piece.start)) - 1
-            self._files.read(piece.file, places[at] + piece.start - starts[at][1], piece.start, piece.stop)
+            self._direct.read(piece.file, places[at] + piece.start - starts[at][1], piece.start, piece.stop)
 
         extents = [tensor.extent for tensor in tensors]
         warm(extents, read, progress)
         return arrays
 
-    def check(self) -> None:
-        self._files.check()
-
     def read(self, slot: int, layer: Layer, extent: Extent, start: int, stop: int) -> None:
         place = self.address(slot) + self._inside[layer.index, extent] - extent.start
-        self._files.read(extent.file, place + start, start, stop)
-
-    def show(self, slot: int, layer: Layer) -> None:
-        pass
-
-    def hide(self, slot: int, layer: Layer) -> None:
-        pass
+        self._direct.read(extent.file, place + start, start, stop)
 
     def close(self) -> None:
-        self._files.close()
+        super().close()
         self._arrays = []
 
 

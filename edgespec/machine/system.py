@@ -126,20 +126,6 @@ def read_into(descriptor: int, buffers: Sequence[Any], start: int) -> int:
     return total
 
 
-def read_fully(descriptor: int, address: int, start: int, stop: int) -> None:
-    """Read bytes `start` to `stop` of a file to an address.
-
-    Raises:
-        OSError: the disk failed, or the file ends before `stop`.
-    """
-    while start < stop:
-        buffer = (ctypes.c_char * (stop - start)).from_address(address)
-        done = read_into(descriptor, [buffer], start)
-        if done <= 0:
-            raise _shrunk(start)
-        start, address = start + done, address + done
-
-
 def memory_step(descriptor: int) -> int:
     """The alignment in memory that direct reads of a file need; raises OSError if it is more than a block."""
     buffer = own_buffer()
@@ -152,9 +138,12 @@ def memory_step(descriptor: int) -> int:
 
 
 def read_unaligned(descriptor: int, address: int, start: int, stop: int, step: int = BLOCK) -> None:
-    """As `read_fully`, for any range of a file that is open for direct reads.
+    """Read bytes `start` to `stop` of a file, open for direct reads, to an address.
 
-    Bytes are copied through a buffer where the file's blocks would not lie at multiples of `step` in memory.
+    They are copied through a buffer where the file's blocks would not lie at multiples of `step` in memory.
+
+    Raises:
+        OSError: the disk failed, or the file ends before `stop`.
     """
     buffer = own_buffer()
     while start < stop:
@@ -178,27 +167,13 @@ def read_unaligned(descriptor: int, address: int, start: int, stop: int, step: i
 
 
 def touch(descriptor: int, start: int, stop: int) -> None:
-    """Read bytes `start` to `stop` of a file into the page cache; errors as for `read_fully`."""
+    """Read bytes `start` to `stop` of a file into the page cache; errors as for `read_unaligned`."""
     buffer = own_buffer()
     while start < stop:
         done = read_into(descriptor, [buffer[: stop - start]], start)
         if done <= 0:
             raise _shrunk(start)
         start += done
-
-
-def file_sizes(descriptors: Iterable[int]) -> list[int]:
-    return [os.fstat(descriptor).st_size for descriptor in descriptors]
-
-
-def check_sizes(paths: Sequence[str], descriptors: Sequence[int], sizes: Sequence[int]) -> None:
-    """
-    Raises:
-        OSError: a file has become smaller.
-    """
-    for path, now, then in zip(paths, file_sizes(descriptors), sizes, strict=True):
-        if now < then:
-            raise OSError(f"{path} has shrunk from {then} to {now} bytes")
 
 
 def declare(library: Any, functions: Iterable[tuple[str, Any, Any]]) -> Any:

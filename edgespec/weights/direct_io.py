@@ -1,48 +1,29 @@
 """Reads past the page cache to any address, for engines that hold their weights in their own memory."""
 
 import mmap
-import os
 from collections.abc import Sequence
 
-from edgespec.machine.system import (
-    BLOCK,
-    check_sizes,
-    file_sizes,
-    forget_pages,
-    memory_step,
-    open_direct,
-    read_unaligned,
-)
+from edgespec.machine.system import BLOCK, forget_pages, memory_step, open_direct, read_unaligned
+from edgespec.weights.open_files import OpenFiles
 from edgespec.weights.plan import Extent, Layer
 
 ALIGNED = max(BLOCK, mmap.PAGESIZE)  # bytes; direct reads start and end at multiples, in the file and in memory
+THROUGH_CACHE = 1  # in place of the alignment in memory: this file cannot be read past the page cache
 
 
-class DirectFiles:
-    """The open files of a model; all methods raise OSError."""
-
+class DirectFiles(OpenFiles):
     def __init__(self, paths: Sequence[str]) -> None:
-        self.paths = paths
-        self._files: list[int] = []
-        self._direct: list[bool] = []
-        self._steps: list[int] = []
-        try:
-            for path in paths:
-                descriptor, direct = open_direct(path)
-                self._files.append(descriptor)
-                self._direct.append(direct)
-                self._steps.append(memory_step(descriptor) if direct else 1)
-            self.sizes = file_sizes(self._files)
-        except BaseException:
-            self.close()
-            raise
+        self.steps: list[int] = []  # alignment in memory that reads of each file need
+        super().__init__(paths)
 
-    def check(self) -> None:
-        check_sizes(self.paths, self._files, self.sizes)
+    def _open(self, path: str) -> None:
+        descriptor, direct = open_direct(path)
+        self.descriptors.append(descriptor)
+        self.steps.append(memory_step(descriptor) if direct else THROUGH_CACHE)
 
     def whole_pages(self, extent: Extent) -> Extent:
         start, stop = extent.start // ALIGNED * ALIGNED, -(-extent.stop // ALIGNED) * ALIGNED
-        return Extent(extent.file, start, min(stop, self.sizes[extent.file]))
+        return self.within(Extent(extent.file, start, stop))
 
     def widened(self, layer: Layer) -> Layer:
         """A layer whose extents are of whole pages, and do not overlap."""
@@ -57,11 +38,6 @@ class DirectFiles:
 
     def read(self, file: int, address: int, start: int, stop: int) -> None:
         """Read bytes `start` to `stop` to an address; without a copy if they are aligned alike in file and memory."""
-        read_unaligned(self._files[file], address, start, stop, self._steps[file])
-        if not self._direct[file]:
-            forget_pages(self._files[file], start, stop)
-
-    def close(self) -> None:
-        for descriptor in self._files:
-            os.close(descriptor)
-        self._files = []
+        read_unaligned(self.descriptors[file], address, start, stop, self.steps[file])
+        if self.steps[file] == THROUGH_CACHE:
+            forget_pages(self.descriptors[file], start, stop)

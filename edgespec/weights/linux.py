@@ -20,10 +20,9 @@ from edgespec.machine.system import (
     libc,
     lines_of,
     new_memory,
-    open_direct,
-    read_fully,
 )
-from edgespec.weights.open_files import OpenFiles
+from edgespec.weights.direct_io import DirectFiles
+from edgespec.weights.open_files import OpenFiles, Store
 from edgespec.weights.plan import Extent, Layer, Mapping, Plan
 from edgespec.weights.preload import lock, warm
 
@@ -47,9 +46,7 @@ def mappings(path: str, maps: Path = Path("/proc/self/maps")) -> list[Mapping]:
     return found
 
 
-class LinuxStore:
-    note = ""
-
+class LinuxStore(Store):
     def __init__(self, paths: Sequence[str], mapped: Sequence[Mapping], plan: Plan, library: Any = None) -> None:
         """Args:
         paths: files of the model.
@@ -73,14 +70,10 @@ class LinuxStore:
         self._slots: list[tuple[int, int]] = []
         self._shown: dict[int, Layer] = {}
         self._moved: set[Extent] = set()
-        self._files = OpenFiles(paths)
-        self._direct: list[int] = []
-        self.is_direct = True
+        super().__init__(OpenFiles(paths))
+        self._direct = DirectFiles(())
         try:
-            for path in paths:
-                descriptor, direct = open_direct(path)
-                self._direct.append(descriptor)
-                self.is_direct &= direct
+            self._direct = DirectFiles(paths)
             for _ in range(plan.slots):
                 address = new_memory(self._libc, self._slot_size + HUGE)
                 self._slots.append((-(-address // HUGE) * HUGE, address))
@@ -88,9 +81,6 @@ class LinuxStore:
         except BaseException:
             self.close()
             raise
-
-    def check(self) -> None:
-        self._files.check()
 
     def preload(self, extents: Sequence[Extent], progress: Progress) -> None:
         ranges = [(self._address(extent), extent.size) for extent in extents]
@@ -115,10 +105,7 @@ class LinuxStore:
             self._libc.madvise(self._address(extent), extent.size, MADV_RANDOM)
 
     def read(self, slot: int, layer: Layer, extent: Extent, start: int, stop: int) -> None:
-        address = self._place(slot, extent) + start - extent.start
-        read_fully(self._direct[extent.file], address, start, stop)
-        if not self.is_direct:
-            os.posix_fadvise(self._direct[extent.file], start, stop - start, os.POSIX_FADV_DONTNEED)
+        self._direct.read(extent.file, self._place(slot, extent) + start - extent.start, start, stop)
 
     def show(self, slot: int, layer: Layer) -> None:
         self._shown[slot] = layer
@@ -149,10 +136,9 @@ class LinuxStore:
             self._libc.munmap(address, self._slot_size + HUGE)
         for address, size in self._locked:
             self._libc.munlock(address, size)
-        for descriptor in self._direct:
-            os.close(descriptor)
-        self._files.close()
-        self._slots, self._locked, self._direct = [], [], []
+        self._direct.close()
+        super().close()
+        self._slots, self._locked = [], []
 
     def _address(self, extent: Extent) -> int:
         return self._mapped[extent.file].address(extent)
@@ -173,11 +159,7 @@ class CachedLinuxStore(LinuxStore):
         super().preload(extents, progress)
         self.note += "; through the page cache, as this kernel cannot move pages (Linux 5.7 and later can)"
 
-    def read(self, slot: int, layer: Layer, extent: Extent, start: int, stop: int) -> None:
-        self._files.touch(Extent(extent.file, start, stop))
-
-    def show(self, slot: int, layer: Layer) -> None:
-        pass
+    read, show = Store.read, Store.show
 
     def hide(self, slot: int, layer: Layer) -> None:
         self.drop(layer.extents)

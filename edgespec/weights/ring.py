@@ -10,13 +10,13 @@ from time import perf_counter
 from typing import Protocol
 
 from edgespec.errors import EdgespecError, ModelError
-from edgespec.loop.engines import Machine, Progress
+from edgespec.loop.engines import Machine
 from edgespec.machine.disk import disk_speed
 from edgespec.machine.system import READ_SIZE, READ_THREADS
 from edgespec.weights.linux import CachedLinuxStore, LinuxStore
+from edgespec.weights.open_files import OpenFiles, Store
 from edgespec.weights.plan import Extent, Layer, Mapping, Plan
 from edgespec.weights.preload import pieces
-from edgespec.weights.windows import WindowsStore
 
 
 class Slots(Protocol):
@@ -38,25 +38,6 @@ class Slots(Protocol):
         """Take the memory of a computed layer back from the engine."""
 
     def close(self) -> None: ...
-
-
-class Store(Slots, Protocol):
-    """Slots for an engine that maps its files, and the other weights of a plan.
-
-    `drop` frees pages, which the system reads again when they are touched; on Linux, `look_up` ends reading ahead.
-
-    Attributes:
-        note: for the user.
-    """
-
-    note: str
-
-    def preload(self, extents: Sequence[Extent], progress: Progress) -> None:
-        """Read pinned weights and lock them in memory, as far as this process may."""
-
-    def drop(self, extents: Sequence[Extent]) -> None: ...
-
-    def look_up(self, extents: Sequence[Extent]) -> None: ...
 
 
 class Streamer:
@@ -277,5 +258,5 @@ def can_stream(machine: Machine) -> bool:
 def open_store(paths: Sequence[str], mapped: Sequence[Mapping], plan: Plan, machine: Machine) -> Store:
     """A store of Linux, or one that leaves all to the system; on macOS llama.cpp has its own memory instead."""
     if machine.platform != "linux":
-        return WindowsStore(paths)
+        return Store(OpenFiles(paths))
     return (LinuxStore if machine.moves_pages else CachedLinuxStore)(paths, mapped, plan)

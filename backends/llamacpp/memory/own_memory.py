@@ -17,6 +17,7 @@ from edgespec.loop.engines import Progress
 from edgespec.machine.memory import format_size
 from edgespec.weights.direct_io import ALIGNED, DirectFiles
 from edgespec.weights.expert_memory import own_memory
+from edgespec.weights.open_files import Store
 from edgespec.weights.plan import Extent, Layer, Plan, Tensor, layer_of
 from edgespec.weights.preload import warm
 
@@ -102,15 +103,13 @@ def _gates(operation: int, layer: int, graph: Graph, weights: Collection[bytes])
             yield name
 
 
-class OwnMemory:
-    """See `edgespec.weights.ring.Store`.
+class OwnMemory(Store):
+    """See `Store`.
 
     Attributes:
         plan: as given, with reads of whole pages.
         only_here: numbers of layers that are wrong where they are not in their slots, as a device computes them.
     """
-
-    note = ""
 
     def __init__(
         self,
@@ -133,13 +132,16 @@ class OwnMemory:
         Raises:
             OSError: a file cannot be opened, there is no memory, or the device cannot have it.
         """
-        self._buffer, self._memory, self._files = 0, None, DirectFiles(paths)
+        self._buffer, self._memory, self._direct = 0, None, DirectFiles(paths)
+        super().__init__(self._direct)
         try:
-            self.plan = replace(plan, streamed=tuple(map(self._files.widened, plan.streamed)))
+            self.plan = replace(plan, streamed=tuple(map(self._direct.widened, plan.streamed)))
             tensors = sorted((one for one in tensors if one.name in found), key=lambda one: (one.file, one.start))
             kept = [tensor for tensor in tensors if any(_holds(extent, tensor) for extent in plan.pinned)]
             groups = [[one for one in kept if (one.name in there) == on_device] for on_device in (False, True)]
-            pinned = [self._files.widened(Layer(0, tuple(tensor.extent for tensor in some))).extents for some in groups]
+            pinned = [
+                self._direct.widened(Layer(0, tuple(one.extent for one in some))).extents for some in groups
+            ]
             first, slots = _size(pinned[0]), _size(pinned[0]) + _size(pinned[1])
             self._inside = {layer.index: _places(layer.extents, 0) for layer in self.plan.streamed}
             self._slot_size = max((_size(layer.extents) for layer in self.plan.streamed), default=0)
@@ -179,9 +181,6 @@ class OwnMemory:
                     self.only_here |= {layer.index} if tensor.name in there else set()
             self._moving[layer.index] = own
 
-    def check(self) -> None:
-        self._files.check()
-
     def preload(self, extents: Sequence[Extent], progress: Progress) -> None:
         """Read pinned weights; what the graph has not stays in the mapped file."""
         before, total = 0, sum(extent.size for places in self._pinned for extent in places)
@@ -190,7 +189,7 @@ class OwnMemory:
 
             def read(piece: Extent, starts: list[tuple[int, int, int]] = starts) -> None:
                 _, start, address = starts[bisect_right(starts, (piece.file, piece.start, 1 << 64)) - 1]
-                self._files.read(piece.file, address + piece.start - start, piece.start, piece.stop)
+                self._direct.read(piece.file, address + piece.start - start, piece.start, piece.stop)
 
             def tell(done: int, _: int, before: int = before) -> None:
                 progress(before + done, total)
@@ -199,13 +198,9 @@ class OwnMemory:
             before += sum(extent.size for extent in places)
         self.note = f"{format_size(total)} in memory of their own"
 
-    def drop(self, extents: Sequence[Extent]) -> None: ...
-
-    def look_up(self, extents: Sequence[Extent]) -> None: ...
-
     def read(self, slot: int, layer: Layer, extent: Extent, start: int, stop: int) -> None:
         place = self._slots + slot * self._slot_size + self._inside[layer.index][extent] - extent.start
-        self._files.read(extent.file, place + start, start, stop)
+        self._direct.read(extent.file, place + start, start, stop)
 
     def show(self, slot: int, layer: Layer) -> None:
         for tensor, address, _ in self._moving[layer.index]:
@@ -235,7 +230,7 @@ class OwnMemory:
     def close(self) -> None:
         if self._buffer:
             ggml_base().ggml_backend_buffer_free(self._buffer)
-        self._files.close()
+        super().close()
         self._buffer, self._memory = 0, None
 
 

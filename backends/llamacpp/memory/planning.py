@@ -33,6 +33,7 @@ from edgespec.weights.experts import (
     with_pools,
 )
 from edgespec.weights.linux import mappings
+from edgespec.weights.open_files import Store
 from edgespec.weights.plan import (
     EXPERTS,
     MARGIN,
@@ -50,7 +51,7 @@ from edgespec.weights.plan import (
     layers_on_gpu,
     make_plan,
 )
-from edgespec.weights.ring import CANNOT_STREAM, Store, Streamer, can_stream, measure_disk, open_store
+from edgespec.weights.ring import CANNOT_STREAM, Streamer, can_stream, measure_disk, open_store
 
 from ..context import ContextSize, make_context, of_head
 from ..ggml.files import (
