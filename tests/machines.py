@@ -11,7 +11,7 @@ def mac(memory: int, free: float, limit: float, cores: int = 8) -> Machine:
     """A Mac; `limit` is Metal's recommendedMaxWorkingSetSize: two thirds, from 36 GB on three quarters."""
     metal = Gpu("Metal", True, int(limit * GIB), 0, int(limit * GIB))
     return Machine(
-        platform="darwin", architecture="arm64", processors=cores + 4, cores=cores, memory=memory * GIB,
+        platform="darwin", architecture="arm64", cores=cores, memory=memory * GIB,
         free=int(free * GIB), used=GIB // 4, gpus=(metal,),
     )  # fmt: skip
 
@@ -19,7 +19,7 @@ def mac(memory: int, free: float, limit: float, cores: int = 8) -> Machine:
 def pc(memory: int, free: float, *cards: float, cores: int = 8) -> Machine:
     gpus = tuple(Gpu(f"CUDA{i}", False, int((card - 0.4) * GIB), 0, int(card * GIB)) for i, card in enumerate(cards))
     return Machine(
-        platform="linux", architecture="x86_64", processors=2 * cores, cores=cores, memory=memory * GIB,
+        platform="linux", architecture="x86_64", cores=cores, memory=memory * GIB,
         free=int(free * GIB), used=GIB // 4, moves_pages=True, gpus=gpus,
     )  # fmt: skip
 

@@ -55,7 +55,7 @@ def test_what_does_not_go_together_is_refused(given: dict[str, object], message:
 
 
 def test_copies_on_a_mac_leave_out_efficiency_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    mac = replace(this_machine(), processors=14, cores=10)
+    mac = replace(this_machine(), cores=10)
     monkeypatch.setattr("edgespec.loading.targets.this_machine", lambda: mac)
     assert share_of(2, LoadOptions(), folder=True, taken=1).threads == 5
 

@@ -89,7 +89,7 @@ def test_a_mac_lends_no_efficiency_cores(run: Run, monkeypatch: pytest.MonkeyPat
 
     from edgespec.machine.this_machine import this_machine
 
-    lent, mac = list[Any](), replace(this_machine(), processors=14, cores=10)
+    lent, mac = list[Any](), replace(this_machine(), cores=10)
     monkeypatch.setattr("edgespec.cli.lend.this_machine", lambda: mac)
     monkeypatch.setattr(lending, "rpc", lambda: None)
     monkeypatch.setattr(lending, "lend", lambda *given: lent.append(given))

@@ -680,7 +680,7 @@ def test_a_plan_for_another_machine(tiny: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def machine(memory: int, free: int) -> Machine:
-    return Machine(platform="linux", processors=8, cores=8, memory=memory, free=free)
+    return Machine(platform="linux", cores=8, memory=memory, free=free)
 
 
 MUCH: dict[str, Any] = {"context_length": 1 << 24, "sessions": 200}

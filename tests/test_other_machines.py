@@ -19,14 +19,14 @@ COMPUTE, CACHE = 200 * MIB, 10 * MIB
 BUFFERS = COMPUTE + LAYERS * CACHE
 
 MAC = Machine(
-    platform="darwin", architecture="arm64", processors=8, cores=4, memory=16 * GIB, free=12 * GIB, used=GIB // 4,
+    platform="darwin", architecture="arm64", cores=4, memory=16 * GIB, free=12 * GIB, used=GIB // 4,
     gpus=(Gpu("Metal", True, 11 * GIB, limit=11 * GIB),),
 )  # fmt: skip
 PC = Machine(
-    platform="linux", processors=16, cores=16, memory=32 * GIB, free=28 * GIB, used=GIB // 4, moves_pages=True,
+    platform="linux", cores=16, memory=32 * GIB, free=28 * GIB, used=GIB // 4, moves_pages=True,
     gpus=(Gpu("GPU0", False, 8 * GIB - 300 * MIB, limit=8 * GIB),),
 )  # fmt: skip
-BOX = Machine(platform="linux", processors=2, cores=2, memory=4 * GIB, free=3 * GIB, used=GIB // 4, moves_pages=True)
+BOX = Machine(platform="linux", cores=2, memory=4 * GIB, free=3 * GIB, used=GIB // 4, moves_pages=True)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 from edgespec.machine import memory
 from edgespec.machine.disk import USUAL, Reading, file_system, recall_reading
-from edgespec.machine.system import compute_cores, moves_pages, own_processors
+from edgespec.machine.system import compute_cores, moves_pages
 
 PACKAGES = ("llama_cpp", "mlx_lm", "torch")  # of the built-in engines
 
@@ -46,8 +46,7 @@ class Machine:
     Attributes:
         platform: as `sys.platform`.
         architecture: as `platform.machine()`.
-        processors: number that this process may use.
-        cores: number that compute best: without a Mac's efficiency cores.
+        cores: processors that compute best, of those that this process may use: without a Mac's efficiency cores.
         memory: all of it.
         free: memory that this process may use, also what it has now.
         used: memory that it has now and no file backs; 0: not known.
@@ -62,7 +61,6 @@ class Machine:
 
     platform: str
     architecture: str = ""
-    processors: int
     cores: int
     memory: int
     free: int
@@ -87,7 +85,6 @@ def this_machine(path: str | None = None, gpus: Sequence[Gpu] = ()) -> Machine:
     return Machine(
         platform=sys.platform,
         architecture=platform.machine(),
-        processors=own_processors(),
         cores=compute_cores(),
         memory=memory.all_memory(),
         free=memory.available_memory() + used,
