@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from difflib import get_close_matches
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import islice
 from numbers import Real
@@ -118,6 +119,33 @@ class MissingPackage(EdgespecError):
 
     def __reduce__(self) -> "tuple[type[MissingPackage], tuple[str, str, str]]":
         return MissingPackage, self._given  # pickled by another process
+
+
+def installed(package: str, extra: str, purpose: str) -> Any:
+    """An imported package; raises MissingPackage, which has the same arguments."""
+    try:
+        return import_module(package.replace("-", "_"))
+    except ImportError as error:
+        raise MissingPackage(package, extra, purpose) from error
+
+
+@contextmanager
+def failing_as(kind: Callable[[str], Exception], says: str) -> Iterator[None]:
+    """Have an error of the system (OSError) be one of this kind, which says what failed, and why."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{says}: {error.strerror or error}") from error
+
+
+@contextmanager
+def undone(undo: Callable[[], object]) -> Iterator[None]:
+    """Call this after an error, Ctrl-C included, so that nothing is left half made."""
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise
 
 
 def must_be(name: str, value: object, right: str) -> UsageError:

@@ -78,7 +78,7 @@ def test_what_was_expected_and_did_not_come(content, opened, pools):
     for number in (3, 0, 2, 1):
         memory.want(0, range(COUNT))
         memory.wait(0)
-        memory.expect(1, range(COUNT))
+        memory.expect(1)
         check(memory, data, number, [5, 1, 3])
         check(memory, data, 1, [0, 2, 4, 5])
         memory.finish()
@@ -92,7 +92,7 @@ def test_the_layer_that_is_computed_keeps_its_experts(content, opened):
     for used in ([0, 1, 2], list(range(COUNT))):
         slots = memory.want(0, used).copy()
         memory.wait(0)
-        memory.expect(1, used)
+        memory.expect(1)
         memory.wait(1)
         assert memory.want(0, used)[used].tolist() == slots[used].tolist()
         check(memory, data, 0, used)
@@ -114,7 +114,7 @@ def test_reads_that_are_slow_when_a_pass_ends(content, opened, pools, monkeypatc
         number = int(rng.integers(LAYERS - 1))
         wanted = rng.permutation(COUNT)[: rng.integers(1, COUNT)].tolist()
         memory.want(number, wanted)
-        memory.expect(number + 1, wanted)
+        memory.expect(number + 1)
         time.sleep(float(rng.random()) * 0.01)
         if rng.random() < 0.5:
             memory.finish()  # as if stopped by Ctrl-C
@@ -137,7 +137,7 @@ def test_any_passes(content, opened, pools):
             experts = rng.permutation(COUNT)[: COUNT if many else rng.integers(1, COUNT + 1)].tolist()
             check(memory, data, number, experts)
             if many and number + 1 < LAYERS and rng.random() < 0.7:
-                memory.expect(number + 1, experts)
+                memory.expect(number + 1)
         memory.finish()
 
 
@@ -199,7 +199,7 @@ def test_predicted_experts_are_read_ahead_and_counted(content, opened, pools):
     memory, data = opened(pools), content[2]
     memory.want(0, [1, 2])
     memory.wait(0)
-    memory.foresee(1, [[1, 2]], [0, 3, 4])
+    memory.foresee(1, [0, 3, 4])
     memory.wait(1)
     before = memory.bytes_read
     check(memory, data, 1, [0, 3, 5])
@@ -213,7 +213,7 @@ def test_predictions_that_are_mostly_wrong_end(content, opened, monkeypatch):
     memory = opened("some")
     for right, goes_on in (([0, 1], True), ([], True), ([], False)):
         assert memory.may_foresee(1)
-        memory.foresee(1, [[1]], [0, 1])
+        memory.foresee(1, [0, 1])
         memory.want(1, [*right, 5])
         memory.finish()
         memory.want(1, [2, 3, 4, 5])  # the next ones are read again

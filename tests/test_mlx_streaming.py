@@ -517,7 +517,7 @@ def test_a_cascades_draft_has_two_sessions_for_each_text(llama, monkeypatch):
 
 
 def test_a_mac_has_no_more_than_its_gpu_can_hold(monkeypatch):
-    machine = Machine(platform="darwin", processors=8, cores=4, memory=32 << 30, free=30 << 30)
+    machine = Machine(platform="darwin", cores=4, memory=32 << 30, free=30 << 30)
     assert memory_module.free_memory(machine) == 30 << 30
     monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 20 << 30})
     assert memory_module.free_memory(replace(machine, gpus=tuple(memory_module.find_gpus()))) == 18 << 30

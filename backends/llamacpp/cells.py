@@ -25,7 +25,7 @@ from itertools import pairwise
 from tempfile import TemporaryFile
 from typing import IO, Any, Protocol
 
-from edgespec.errors import ContextFull, ModelError
+from edgespec.errors import ContextFull, ModelError, failing_as, undone
 from edgespec.loop.passes import common_prefix
 from edgespec.loop.shapes import TILE, RowClass, also_wanted, whole_tiles
 from edgespec.machine.disk import folder_with_room
@@ -207,11 +207,8 @@ class Cells:
 
     def _put_in_order(self, loaded: list[Holder]) -> None:
         needed = sum(llama_cpp.llama_state_seq_get_size(self._context, session.own_ids[0]) for session in loaded)
-        try:
-            with self._room_for(needed) as file:
-                self._move_all(loaded, file)
-        except OSError as error:
-            raise ModelError(f"cells cannot be put in order: {error}") from error
+        with failing_as(ModelError, "cells cannot be put in order"), self._room_for(needed) as file:
+            self._move_all(loaded, file)
 
     def _room_for(self, needed: int) -> IO[bytes]:
         if needed > self.spare:
@@ -227,7 +224,13 @@ class Cells:
         file.seek(0)
         llama_cpp.llama_memory_clear(self._memory, False)
         self.end, self.wasted, self.uncertain, self.cramped = 0, False, False, False
-        try:
+
+        def lost() -> None:
+            for session in loaded:
+                session.lost()
+            self.uncertain = True
+
+        with undone(lost):
             for session, source, shared, stop in saved:
                 own = session.own_ids
                 if shared:
@@ -239,11 +242,6 @@ class Cells:
                 aligned = self.end % TILE == 0 and (not shared or source.aligned)
                 self.end += session.cached - shared
                 session.moved(self.end, aligned)
-        except BaseException:
-            for session in loaded:
-                session.lost()
-            self.uncertain = True
-            raise
 
     def _put_all(self, file: IO[bytes], stop: int, ids: Sequence[int]) -> bool:
         with suppress(OSError, ValueError, struct.error):

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import Any, Self, cast
 
-from edgespec.errors import Interrupted, UsageError
+from edgespec.errors import Interrupted, UsageError, undone
 from edgespec.loop.backend import Capabilities, Logits, Work
 from edgespec.loop.passes import check_batch
 from edgespec.loop.session_files import Saved
@@ -275,11 +275,8 @@ class LlamaRecurrentSession(NodeSession):
         self._after_prompt = self._prompt.reading
         for i in range(len(path) - 1, -1, -1):
             if path[i] in self._tips and (path[i] == self._in_place or not self._backend.in_order):
-                try:
+                with undone(self.give_up):
                     self._go_on(self._tips[path[i]], length + i + 1)
-                except BaseException:
-                    self.give_up()
-                    raise
                 break
 
     def rewind(self, length: int) -> None:

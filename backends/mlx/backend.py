@@ -22,7 +22,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from edgespec.errors import Closed, ModelError, UsageError, check_whole
+from edgespec.errors import Closed, ModelError, UsageError, check_whole, failing_as, undone
 from edgespec.loop.backend import Capabilities, Logits, Placed, Vocab, Work
 from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress
 from edgespec.loop.passes import check_batch, shape_of
@@ -60,7 +60,7 @@ from .memory import (
 )
 from .recurrent import LaneCache, MlxRecurrentSession, is_recurrent
 from .session import Form, MlxSession
-from .streaming import LayerSweep, open_slots
+from .streaming import LayerSweep, SlotStore
 from .tree import LayerInputs, TreeCache, cut_rows
 
 __all__ = ["MlxBackend", "MlxEngine", "load", "load_vocab"]
@@ -463,14 +463,11 @@ def load_planned(plan: MlxPlan, progress: Progress) -> MlxBackend:
     # Its passes read weights that are not in memory, so what was found is kept.
     about = {"kind": "tree", "engine": backend.build, "target": identity(path)}
     keeps = sweep is not None and plan.options.remember
-    try:
+    with undone(backend.close):
         if not (keeps and recall(about, bool)):
             _check_tree(backend, path, plan.lazy.config["model_type"])
             if keeps:
                 remember(about, True)
-    except BaseException:
-        backend.close()
-        raise
     return backend
 
 
@@ -487,14 +484,10 @@ def _stream(
     """
     speed = (disk.speed or measure_disk(layout.paths, plan)) if plan.streamed else 0.0
     about = {"kind": "experts", "target": identity(path)} if remember else None
-    store = open_slots(layout, plan)
-    try:
-        sweep = LayerSweep(model, layout, plan, disk, progress, store, about)
-    except BaseException as error:
-        store.close()
-        if isinstance(error, OSError):
-            raise ModelError(f"{path}: cannot be streamed: {error}") from error
-        raise
+    with failing_as(ModelError, f"{path}: cannot be streamed"):
+        store = SlotStore(layout.paths, layout.bases, plan)
+        with undone(store.close):
+            sweep = LayerSweep(model, layout, plan, disk, progress, store, about)
     return sweep, [plan.line(speed), *filter(None, [plan.warning(speed)])]
 
 

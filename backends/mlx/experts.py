@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_unflatten
 
+from edgespec.errors import undone
 from edgespec.loop.engines import Progress
 from edgespec.weights.expert_memory import ROWS_SHOWN, ExpertMemory, most_predicted
 from edgespec.weights.plan import Plan
@@ -51,7 +52,7 @@ class Mixture:
         self.prompt = False
         self._stop = stop
         self.memory = ExpertMemory(layout.paths, layout.expert_layers, plan.pools, about, words)
-        try:
+        with undone(self.memory.close):
             self.memory.fill(progress)
             modules = dict(model.named_modules())
             beside = [one.path.rpartition(".")[0] for one in layout.experts]
@@ -60,9 +61,6 @@ class Mixture:
             ]
             for number, one in enumerate(layout.experts):
                 self._place(modules[one.path], number, one.forms)
-        except BaseException:
-            self.memory.close()
-            raise
 
     def _place(self, module: Any, number: int, forms: Sequence[Form]) -> None:
         first, slots, arrays = 0, self.memory.slots(number), list[tuple[str, Any]]()
@@ -94,7 +92,7 @@ class Mixture:
         chosen = found.reshape(-1, found.shape[-1])
         slots = self.memory.choose(number, chosen, chosen if self.prompt else None)
         for predicted in predictions:
-            self.memory.foresee(number + 1, chosen, np.unique(np.array(predicted)).tolist())
+            self.memory.foresee(number + 1, np.unique(np.array(predicted)).tolist())
         self.memory.wait(number)
         return mx.array(slots[found].astype(found.dtype))
 

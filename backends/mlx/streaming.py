@@ -9,7 +9,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -17,7 +16,7 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import ArraysCache
 
-from edgespec.errors import ModelError
+from edgespec.errors import ModelError, undone
 from edgespec.loop.engines import Progress
 from edgespec.machine.disk import Reading
 from edgespec.machine.system import HUGE, wish_huge_pages
@@ -197,11 +196,8 @@ class LayerSweep:
         evaluate(model)
         self.streamer = Streamer(store.plan, store, disk.threads, disk.size)
         if plan.pools:
-            try:
+            with undone(self.streamer.close):
                 self.mixture = Mixture(model, layout, plan, about, self.stop, progress)
-            except BaseException:
-                self.streamer.close()
-                raise
 
     def _is_changed(self, model: Any, layout: Layout, layer: int, streamed: Collection[str]) -> bool:
         """Compare one layer's bytes, because mlx-lm may change values without another shape or type.
@@ -381,10 +377,3 @@ class Before:
 def _handles(cache: TreeCache) -> tuple[Any, Any]:
     """New array objects for the buffers; an assignment to a part of `cache.keys` changes the old ones."""
     return (None, None) if cache.keys is None else (cache.keys[...], cache.values[...])
-
-
-def open_slots(layout: Layout, plan: Plan) -> SlotStore:
-    try:
-        return SlotStore(layout.paths, layout.bases, plan)
-    except OSError as error:
-        raise ModelError(f"{Path(layout.paths[0]).parent}: cannot be streamed: {error}") from error

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from edgespec.errors import NoRoom
+from edgespec.errors import NoRoom, undone
 from edgespec.loading.exact import COLD
 from edgespec.loading.pair import PairPlan, close_all, load_pair, plan_pair, remembered_paces
 from edgespec.loading.row_classes import TriedClasses, find
@@ -379,11 +379,8 @@ def _try_both(
     found = dict[bool, float]()
     for drafted in (first, not first):
         backends = loaded(drafted)
-        try:
+        with undone(partial(close_all, backends)):
             found[drafted] = timed(backends, agreement)
-        except BaseException:
-            close_all(backends)
-            raise
         if drafted == first or found[first] >= found[drafted]:
             close_all(backends)
     speeds = Speeds(found[True], found[False])

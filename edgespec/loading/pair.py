@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from edgespec.errors import ModelError, UsageError, check_whole
+from edgespec.errors import ModelError, UsageError, check_whole, undone
 from edgespec.loading.approximate import find_approximate, needs_a_model
 from edgespec.loading.exact import apply_row_class, check_choice, choose_way
 from edgespec.loop.backend import Backend
@@ -221,7 +222,7 @@ def load_pair(
     options, plan, drafts = pair.options, pair.plan, pair.paths[1:]
     engines, for_draft = [find_engine(name) for name in pair.names], options.for_draft()
     backends: list[Backend] = []
-    try:
+    with undone(partial(close_all, backends)):
         if plan is None:
             backends += [load_draft(engines[1], path, for_draft) for path in drafts]
             if pair.names[0] != pair.names[-1] and options.gpu_memory:
@@ -249,9 +250,6 @@ def load_pair(
             method.attach(backends[0], backends[1], remember=remember, say=say)
         for backend, path in zip(backends, pair.paths if options.mixed else pair.paths[:1], strict=False):
             apply_row_class(backend, path, options.exact, remember=remember, say=say)
-    except BaseException:
-        close_all(backends)
-        raise
     return backends
 
 

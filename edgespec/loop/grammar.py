@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.errors import MissingPackage, ModelError, UsageError, check_text, must_be
+from edgespec.errors import ModelError, UsageError, check_text, installed, must_be
 from edgespec.loop.backend import Vocab
 from edgespec.loop.lenient import NOWHERE, followed, is_reference, without
 from edgespec.loop.sampling import Float32Array
@@ -133,14 +133,10 @@ class Compiler:
         Raises:
             MissingPackage: llguidance is not installed.
         """
-        try:
-            import llguidance
-        except ImportError as error:
-            raise MissingPackage("llguidance", "server", "a grammar") from error
-        self._engine: Any = llguidance
+        self._engine = installed("llguidance", "server", "a grammar")
         self._vocab = vocab
         tokenizer: Any = Tokenizer(vocab)
-        self._tokenizer = llguidance.LLTokenizer(tokenizer, n_vocab=vocab.size, eos_token=sorted(vocab.eog_ids))
+        self._tokenizer = self._engine.LLTokenizer(tokenizer, n_vocab=vocab.size, eos_token=sorted(vocab.eog_ids))
         self.compiled = lru_cache(32)(self._compiled)
 
     def _compiled(self, grammar: Grammar) -> "Compiled":

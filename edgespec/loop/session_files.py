@@ -19,7 +19,7 @@ from typing import Annotated, Any, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, PositiveInt, ValidationError
 
-from edgespec.errors import ContextFull, DamagedSession, SessionFileError, shown
+from edgespec.errors import ContextFull, DamagedSession, SessionFileError, failing_as, shown
 from edgespec.loop.backend import Capabilities, Session, Vocab
 
 VERSION = 1
@@ -139,7 +139,7 @@ def write(
     """
     path = Path(path)
     check_replaceable(path)
-    try:
+    with failing_as(SessionFileError, f"{path}: the session cannot be saved"):
         with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", suffix=".new", delete=False) as file:
             new = Path(file.name)
         try:
@@ -159,8 +159,6 @@ def write(
             new.replace(path)
         finally:
             new.unlink(missing_ok=True)
-    except OSError as error:
-        raise SessionFileError(f"{path}: the session cannot be saved: {error.strerror or error}") from error
 
 
 def check_replaceable(path: str | Path) -> None:
@@ -169,7 +167,7 @@ def check_replaceable(path: str | Path) -> None:
         SessionFileError: `path` is there, but is not a saved session.
     """
     path = Path(path)
-    try:
+    with failing_as(SessionFileError, f"{path}: cannot be read, so it is not replaced"):
         if not os.path.lexists(path):
             return
         if path.is_file():  # opening a pipe may wait for ever
@@ -177,8 +175,6 @@ def check_replaceable(path: str | Path) -> None:
                 file.seek(-min(len(MARK), file.seek(0, os.SEEK_END)), os.SEEK_END)
                 if file.read() == MARK:
                     return
-    except OSError as error:
-        raise SessionFileError(f"{path}: cannot be read, so it is not replaced: {error.strerror or error}") from error
     raise SessionFileError(f"{path}: is not a saved session, or its end is missing; it is not replaced")
 
 
@@ -190,18 +186,15 @@ def look(path: str | Path) -> Saved:
     """
     if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe may wait for ever
         raise SessionFileError(f"{path}: is not a file, so it is not a saved session")
-    try:
-        with Path(path).open("rb") as file:
-            whole = file.seek(0, os.SEEK_END)
-            file.seek(max(0, whole - END.size))
-            end = file.read(END.size)
-            length, checksum, mark = END.unpack(end) if len(end) == END.size else (0, 0, b"")
-            if mark != MARK or length > min(MOST, whole - END.size):
-                raise DamagedSession(f"{path}: is not a saved session, or its end is missing")
-            file.seek(whole - END.size - length)
-            text = file.read(length)
-    except OSError as error:
-        raise SessionFileError(f"{path}: cannot be read: {error.strerror or error}") from error
+    with failing_as(SessionFileError, f"{path}: cannot be read"), Path(path).open("rb") as file:
+        whole = file.seek(0, os.SEEK_END)
+        file.seek(max(0, whole - END.size))
+        end = file.read(END.size)
+        length, checksum, mark = END.unpack(end) if len(end) == END.size else (0, 0, b"")
+        if mark != MARK or length > min(MOST, whole - END.size):
+            raise DamagedSession(f"{path}: is not a saved session, or its end is missing")
+        file.seek(whole - END.size - length)
+        text = file.read(length)
     found = None
     with suppress(ValueError, RecursionError):
         found = json.loads(text.decode()) if zlib.crc32(text) == checksum else None
@@ -270,10 +263,8 @@ def read(path: str | Path, backend: Loaded, form: type[DetailsForm]) -> tuple[Sa
     known = range(backend.vocab.size)
     if not all(one in lengths for one in details.lengths) or not all(one in known for one in saved.token_ids):
         raise damaged(path)
-    try:
+    with failing_as(SessionFileError, f"{path}: cannot be read"):
         checksum = checksum_of(Path(path), saved.size)
-    except OSError as error:
-        raise SessionFileError(f"{path}: cannot be read: {error.strerror or error}") from error
     if checksum != saved.checksum:
         raise damaged(path)
     return saved, details
@@ -344,14 +335,11 @@ def content_of(*paths: str) -> str:
         SessionFileError: a file cannot be read.
     """
     found = hashlib.sha256()
-    try:
-        for path in paths:
-            with Path(path).open("rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                found.update(struct.pack("<Q", size))
-                for i in range(SAMPLES + 1):
-                    file.seek(max(0, size - SAMPLE) * i // SAMPLES)
-                    found.update(file.read(SAMPLE))
-    except OSError as error:
-        raise SessionFileError(f"{error.filename}: cannot be read: {error.strerror or error}") from error
+    for path in paths:
+        with failing_as(SessionFileError, f"{path}: cannot be read"), Path(path).open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            found.update(struct.pack("<Q", size))
+            for i in range(SAMPLES + 1):
+                file.seek(max(0, size - SAMPLE) * i // SAMPLES)
+                found.update(file.read(SAMPLE))
     return found.hexdigest()[:32]

@@ -21,7 +21,7 @@ from typing import IO, Any, NoReturn, cast
 import platformdirs
 import yaml
 
-from edgespec.errors import EdgespecError, ModelError, UsageError
+from edgespec.errors import EdgespecError, ModelError, UsageError, failing_as
 from edgespec.machine.process import at_end
 
 PNG = b"\x89PNG"
@@ -255,7 +255,7 @@ def check_out(path: str | Path, start: bytes, kind: str, advice: str = "give ano
         UsageError: `path` is something else, cannot be read, or its folder does not exist.
     """
     path = Path(path)
-    try:
+    with failing_as(UsageError, f"{path}: cannot be read, so it is not replaced"):
         if not path.parent.is_dir():
             raise UsageError(f"{path}: there is no folder {path.absolute().parent}")
         if not os.path.lexists(path):
@@ -264,8 +264,6 @@ def check_out(path: str | Path, start: bytes, kind: str, advice: str = "give ano
             with path.open("rb") as file:
                 if file.read(len(start)) == start:
                     return
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read, so it is not replaced: {error.strerror or error}") from error
     raise UsageError(f"{path}: exists and is not {kind}, so it is not replaced: {advice}")
 
 

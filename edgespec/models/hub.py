@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError, told_as
+from edgespec.errors import EdgespecError, ModelError, UsageError, installed, told_as
 from edgespec.machine.files import part_names, read_json_object, read_text, size_on_disk
 from edgespec.models import pulled
 from edgespec.models.download import STALL, OpenRange, Progress, checksum, download, read_range
@@ -529,12 +529,8 @@ def _fetch_blob(source: HubSource, commit: str, file: HubFile, progress: Progres
 
 
 def _library(source: HubSource | str) -> Any:
-    try:
-        import huggingface_hub
-    except ImportError as error:
-        what = source if isinstance(source, str) else f"hf:{source.repository}"
-        raise MissingPackage("huggingface_hub", "hub", f"fetching {what}") from error
-    return huggingface_hub
+    what = source if isinstance(source, str) else f"hf:{source.repository}"
+    return installed("huggingface_hub", "hub", f"fetching {what}")
 
 
 @contextmanager

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from edgespec.errors import DatastoreError, UsageError, shown
+from edgespec.errors import DatastoreError, UsageError, failing_as, shown
 from edgespec.loop.backend import Vocab
 from edgespec.loop.hint_texts import END
 from edgespec.loop.tree import IntArray
@@ -144,17 +144,14 @@ def open_datastore(path: str | Path, vocab: Vocab) -> Datastore:
         DatastoreError: the file cannot be read, is no datastore, is cut short, or has another tokenizer's tokens.
     """
     header = read_header(path)
-    try:
-        with Path(path).open("rb") as file:
-            if (header.fingerprint, header.vocab_size) != (vocab.fingerprint, vocab.size):
-                raise DatastoreError(
-                    f"{path}: was built with another tokenizer: {header.vocab_size} tokens, "
-                    f"fingerprint {header.fingerprint[:12]}; the model's has {vocab.size} tokens, "
-                    f"fingerprint {vocab.fingerprint[:12]}; build a datastore with this model"
-                )
-            return Datastore(header, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-    except OSError as error:
-        raise DatastoreError(f"{path}: cannot be read: {error.strerror or error}") from error
+    with failing_as(DatastoreError, f"{path}: cannot be read"), Path(path).open("rb") as file:
+        if (header.fingerprint, header.vocab_size) != (vocab.fingerprint, vocab.size):
+            raise DatastoreError(
+                f"{path}: was built with another tokenizer: {header.vocab_size} tokens, "
+                f"fingerprint {header.fingerprint[:12]}; the model's has {vocab.size} tokens, "
+                f"fingerprint {vocab.fingerprint[:12]}; build a datastore with this model"
+            )
+        return Datastore(header, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 def read_header(path: str | Path) -> Header:
@@ -164,11 +161,8 @@ def read_header(path: str | Path) -> Header:
     """
     if may_wait(path):
         raise DatastoreError(f"{path}: is a pipe or a device, not a datastore")
-    try:
-        with Path(path).open("rb") as file:
-            data, size = file.read(HEADER_SIZE), os.fstat(file.fileno()).st_size
-    except OSError as error:
-        raise DatastoreError(f"{path}: cannot be read: {error.strerror or error}") from error
+    with failing_as(DatastoreError, f"{path}: cannot be read"), Path(path).open("rb") as file:
+        data, size = file.read(HEADER_SIZE), os.fstat(file.fileno()).st_size
     try:
         fields = json.loads(data)
         if fields["magic"] != MAGIC:
@@ -200,15 +194,13 @@ def check_out(out: str | Path, sources: Iterable[str | Path] = ()) -> None:
         UsageError: `out` is not a datastore, or is one of the sources' files.
     """
     out = Path(out)
-    try:
+    with failing_as(UsageError, f"{out}: cannot be read, so it is not replaced"):
         if not out.exists():
             return
         for source in map(Path, sources):
             inside = _files_below(source) if os.path.isdir(source) else [source] if os.path.exists(source) else []
             if any(out.samefile(file) for file in inside):
                 raise UsageError(f"{out}: is also read ({source}), so it is not replaced: name the datastore first")
-    except OSError as error:
-        raise UsageError(f"{out}: cannot be read, so it is not replaced: {error.strerror or error}") from error
     files.check_out(out, START, "an edgespec datastore", "name the datastore first")
 
 
@@ -231,25 +223,24 @@ def build(out: str | Path, texts: Iterable[str], vocab: Vocab, progress: Progres
     part = out.with_name(f".{out.name}.{os.getpid()}.part")
     report = progress or (lambda phase, done, total: None)
     try:
-        # Opened before the work, so that a folder that cannot be written to is found at once.
-        with part.open("xb") as file:
-            tokens, documents = _tokenise(texts, vocab, report)
-            report("sorting", 0, len(tokens))
-            suffixes = suffix_array(tokens)
-            report("sorting", len(tokens), len(tokens))
-            header = Header(
-                fingerprint=vocab.fingerprint, vocab_size=vocab.size, token_width=tokens.itemsize,
-                position_width=suffixes.itemsize, tokens=len(tokens), documents=documents,
-            )  # fmt: skip
-            report("writing", 0, len(tokens))
-            file.write(json.dumps(header.model_dump()).encode().ljust(HEADER_SIZE - 1) + b"\n")
-            file.write(tokens.data)
-            file.seek(header.suffix_offset)
-            file.write(suffixes.data)
-            report("writing", len(tokens), len(tokens))
-        part.replace(out)
-    except OSError as error:
-        raise DatastoreError(f"{out}: cannot be written: {error.strerror or error}") from error
+        with failing_as(DatastoreError, f"{out}: cannot be written"):
+            # Opened before the work, so that a folder that cannot be written to is found at once.
+            with part.open("xb") as file:
+                tokens, documents = _tokenise(texts, vocab, report)
+                report("sorting", 0, len(tokens))
+                suffixes = suffix_array(tokens)
+                report("sorting", len(tokens), len(tokens))
+                header = Header(
+                    fingerprint=vocab.fingerprint, vocab_size=vocab.size, token_width=tokens.itemsize,
+                    position_width=suffixes.itemsize, tokens=len(tokens), documents=documents,
+                )  # fmt: skip
+                report("writing", 0, len(tokens))
+                file.write(json.dumps(header.model_dump()).encode().ljust(HEADER_SIZE - 1) + b"\n")
+                file.write(tokens.data)
+                file.seek(header.suffix_offset)
+                file.write(suffixes.data)
+                report("writing", len(tokens), len(tokens))
+            part.replace(out)
     finally:
         with suppress(OSError):  # a disk that is read-only
             part.unlink()

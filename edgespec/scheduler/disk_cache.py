@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from edgespec.errors import ContextFull, DamagedSession, EdgespecError, SessionFileError
+from edgespec.errors import ContextFull, DamagedSession, EdgespecError, SessionFileError, failing_as
 from edgespec.loop.backend import Backend, Session
 from edgespec.loop.passes import common_prefix
 from edgespec.loop.session_files import check_replaceable, difference, draft_file, load_draft_session, look
@@ -46,7 +46,7 @@ class DiskCache:
         self._folder, self._backend, self._most_bytes, self._say = Path(folder), backend, most_bytes, say
         self._saved: dict[Path, tuple[str, list[int]]] = {}  # sender and tokens
         self._too_many = sys.maxsize  # tokens of the shortest session that was larger than `most_bytes`
-        try:
+        with failing_as(SessionFileError, f"{folder}: cannot be used"):
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             for left in self._folder.glob(f".{OWN}*-*.new"):
                 with suppress(OSError):  # another program may complete it meanwhile
@@ -62,8 +62,6 @@ class DiskCache:
                 if fits and not difference(saved, backend):
                     about = saved.note if isinstance(saved.note, dict) else {}
                     self._saved[path] = about.get("sender", ""), saved.token_ids
-        except OSError as error:
-            raise SessionFileError(f"{folder}: cannot be used: {error.strerror or error}") from error
 
     def best(self, token_ids: Sequence[int], sender: str = "") -> tuple[Path | None, int]:
         """The file of a sender's that shares most of the first tokens, and their number."""

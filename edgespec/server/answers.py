@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from edgespec.errors import undone
 from edgespec.loop.stats import GenerationStats
 from edgespec.scheduler.events import Chunk, Ended, Event, Wrote
 from edgespec.scheduler.requests import Request
@@ -158,7 +159,7 @@ class Answers:
         self._events = asyncio.Queue[tuple[int, Event]]()
         self._seqs = list[Seq]()
         loop = asyncio.get_running_loop()
-        try:
+        with undone(self.cancel):
             for number, answer in enumerate(answers):
 
                 def emit(event: Event, number: int = number) -> None:
@@ -166,9 +167,6 @@ class Answers:
 
                 self._seqs.append(submit(answer.request, emit))
                 answer.stats = self._seqs[-1].stats
-        except BaseException:
-            self.cancel()
-            raise
 
     def cancel(self) -> None:
         """Cancel all requests; safe to call twice, and after they have ended."""

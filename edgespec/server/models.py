@@ -12,11 +12,12 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic
 from types import TracebackType
 from typing import Any, Self
 
-from edgespec.errors import Closed, EdgespecError
+from edgespec.errors import Closed, EdgespecError, undone
 from edgespec.machine.memory import give_back_now
 from edgespec.model import Model
 from edgespec.server.errors import Refused
@@ -162,28 +163,22 @@ class Models:
     async def _open(self, served: Served) -> None:
         room = self.memory - self.taken
         self._here.append(served)
-        try:
+        with undone(partial(self._here.remove, served)):
             served.service = await asyncio.get_running_loop().run_in_executor(self._thread, self._load, served, room)
             served.limits, served.since = served.service.limits, monotonic()
-        except BaseException:
-            self._here.remove(served)
-            raise
 
     def _load(self, served: Served, room: int) -> Service:
         assert served.open
         give_back_now()  # what the models that have left held
         try:
             model = served.open(room, self._check)
-            try:
+            with undone(model.close):
                 service = Service(
                     model, served.name, ping_seconds=self.ping_seconds, readers=self.readers, stored=self.stored
                 )
                 service.begin()
                 self._check()
                 return service
-            except BaseException:
-                model.close()
-                raise
         except Closed:
             raise
         except Exception as error:

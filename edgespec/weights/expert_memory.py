@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from edgespec.errors import ModelError
+from edgespec.errors import ModelError, undone
 from edgespec.loop.engines import Progress
 from edgespec.machine.disk import recall_reading
 from edgespec.machine.measurements import Amount, recall, remember
@@ -119,6 +119,7 @@ class ExpertMemory:
         self.bytes_read = 0
         self.wanted = self.hits = 0
         self.predicted = self.right = 0
+        self._used: Sequence[int] = ()  # experts that the last layer takes from these pools
         self._foreseen: dict[int, set[int]] = {}  # number of the layer -> experts that are read ahead for it
         self._files = DirectFiles(paths)
         self._queue: SimpleQueue[_Piece | None] = SimpleQueue()
@@ -129,7 +130,7 @@ class ExpertMemory:
         self._error: ModelError | None = None
         self._threads: list[threading.Thread] = []
         self._places: dict[int, _Place] = {}
-        try:
+        with undone(self.close):
             for pool in pools:
                 first = layers[pool.layers[0]]
                 memory = tuple(reserve(pool_size(first, i, pool.slots)) for i in range(len(first.tensors)))
@@ -142,9 +143,6 @@ class ExpertMemory:
                 thread = threading.Thread(target=self._work, name=f"edgespec-experts-{i}", daemon=True)
                 thread.start()
                 self._threads.append(thread)
-        except BaseException:
-            self.close()
-            raise
         known = (recall(about, list[list[Amount]]) if about else None) or []
         if [len(one) for one in known] == [layer.count for layer in layers]:
             for number, place in self._places.items():
@@ -217,7 +215,7 @@ class ExpertMemory:
         slots = self.want(number, experts, prompt)
         # In a prompt, the last layer computes few rows or none.
         if len(experts) >= NEARLY_ALL * len(slots) and number + 1 < len(self.layers) - (prompt is not None):
-            self.expect(number + 1, experts)
+            self.expect(number + 1)
         return slots
 
     def want(self, number: int, experts: Sequence[int], prompt: ArrayLike | None = None) -> SlotArray:
@@ -232,7 +230,7 @@ class ExpertMemory:
             [experts of the layer] the slot of each; -1: not in memory.
         """
         place = self._places[number]
-        residents, row = place.residents, place.row
+        residents, row, self._used = place.residents, place.row, experts
         if prompt is None:
             residents.use(row, experts)
             self.wanted += len(experts)
@@ -258,18 +256,17 @@ class ExpertMemory:
         room = self.slots(number) >= 2 * self.layers[number].count
         return room and (self.predicted < TRIED or self.right >= LEAST_RIGHT * self.predicted)
 
-    def foresee(self, number: int, chosen: ArrayLike, experts: Sequence[int]) -> None:
-        """Start to read experts that a layer is likely to want; `chosen` as for `choose`, of the layer before it."""
-        started = self.expect(number, np.unique(chosen).tolist(), experts)
+    def foresee(self, number: int, experts: Sequence[int]) -> None:
+        """Start to read experts that a layer is likely to want, each once, after `choose` of the layer before it."""
+        started = self.expect(number, experts)
         self._foreseen[number] = set(started)
         self.predicted += len(started)
 
-    def expect(self, number: int, used: Sequence[int], experts: Sequence[int] | None = None) -> list[int]:
+    def expect(self, number: int, experts: Sequence[int] | None = None) -> list[int]:
         """Start to read as many experts of a layer as have room beside those that the layer before it uses.
 
         Args:
             number: of the layer.
-            used: experts of the layer before it.
             experts: those that may be wanted; None: all.
 
         Returns:
@@ -278,7 +275,7 @@ class ExpertMemory:
         place, before = self._places[number], self._places[number - 1]
         kept = self._filling(place.residents)
         if before.residents is place.residents:
-            kept += before.slots_of(used)
+            kept += before.slots_of(self._used)
         some = range(self.layers[number].count) if experts is None else experts
         reads = place.residents.place(place.row, some, kept)
         self._start(number, reads)

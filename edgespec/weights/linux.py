@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from edgespec.errors import undone
 from edgespec.loop.engines import Progress
 from edgespec.machine.system import (
     HUGE,
@@ -72,15 +73,12 @@ class LinuxStore(Store):
         self._moved: set[Extent] = set()
         super().__init__(OpenFiles(paths))
         self._direct = DirectFiles(())
-        try:
+        with undone(self.close):
             self._direct = DirectFiles(paths)
             for _ in range(plan.slots):
                 address = new_memory(self._libc, self._slot_size + HUGE)
                 self._slots.append((-(-address // HUGE) * HUGE, address))
                 self._libc.madvise(address, self._slot_size + HUGE, MADV_HUGEPAGE)
-        except BaseException:
-            self.close()
-            raise
 
     def preload(self, extents: Sequence[Extent], progress: Progress) -> None:
         ranges = [(self._address(extent), extent.size) for extent in extents]

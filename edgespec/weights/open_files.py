@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
+from edgespec.errors import undone
 from edgespec.loop.engines import Progress
 from edgespec.machine.memory import format_size
 from edgespec.machine.system import touch
@@ -22,13 +23,10 @@ class OpenFiles:
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths = paths
         self.descriptors: list[int] = []
-        try:
+        with undone(self.close):
             for path in paths:
                 self._open(path)
             self.sizes = [os.fstat(descriptor).st_size for descriptor in self.descriptors]
-        except BaseException:
-            self.close()
-            raise
 
     def _open(self, path: str) -> None:
         self.descriptors.append(os.open(path, os.O_RDONLY))

@@ -80,18 +80,17 @@ class TieredMemory(ExpertMemory):
             self.hits += len(experts) - len(missing)
         else:
             residents.use_in_turn(row, prompt)
+        self._used = missing
         if missing:  # a prompt counts once there
             super().want(number, missing, None if prompt is None else [missing])
             self._missing = number, residents.place(row, experts)
         return residents.slots_of(row)
 
-    def expect(self, number: int, used: Sequence[int], experts: Sequence[int] | None = None) -> list[int]:
-        if self._missing[0] == number - 1:
-            used = [expert for expert, _ in self._missing[1]]
+    def expect(self, number: int, experts: Sequence[int] | None = None) -> list[int]:
         if place := self._devices.places.get(number):
             lacking = np.flatnonzero(place.residents.slots_of(place.row) < 0)
             experts = lacking.tolist() if experts is None else np.intersect1d(lacking, experts).tolist()
-        return super().expect(number, used, experts)
+        return super().expect(number, experts)
 
     def wait(self, number: int, weights: Sequence[int] | None = None) -> None:
         """As before; what a device lacks is uploaded, all weights together."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from shutil import disk_usage
 from typing import Any
 
-from edgespec.errors import ModelError
+from edgespec.errors import ModelError, failing_as
 from edgespec.loop.engines import Progress
 from edgespec.machine.disk import HEADROOM
 from edgespec.machine.files import cache_folder, is_abandoned, replacing, size_on_disk
@@ -57,7 +57,7 @@ def skeleton(path: str, layers: Sequence[ExpertLayer], progress: Progress) -> st
     """
     about, folder, experts = _about_model(path), cache_folder() / "skeletons", _left_out(layers)
     found = folder / f"{Path(path).stem}-{hashlib.sha256(about[SOURCE].encode()).hexdigest()[:16]}.gguf"
-    try:
+    with failing_as(ModelError, f"{found}: cannot be written"):
         folder.mkdir(parents=True, exist_ok=True)
         if _about(found) == about:
             os.utime(found)
@@ -74,8 +74,6 @@ def skeleton(path: str, layers: Sequence[ExpertLayer], progress: Progress) -> st
                 _write(new, table, path, moves, experts, progress)
                 if _about_model(path) != about:
                     raise ModelError(f"{path}: was changed while it was copied: start again")
-    except OSError as error:
-        raise ModelError(f"{found}: cannot be written: {error.strerror or error}") from error
     return str(found)
 
 

@@ -15,13 +15,14 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
-from edgespec.errors import Closed, EdgespecError, ModelError, UsageError
+from edgespec.errors import Closed, EdgespecError, ModelError, UsageError, undone
 from edgespec.loop.backend import Capabilities, Logits, Placed, Vocab, Work
 from edgespec.loop.engines import LoadOptions, Progress
 from edgespec.loop.sampling import Float32Array, IdArray, Scores
@@ -255,10 +256,7 @@ def load_in_child(path: str, options: LoadOptions, progress: Progress) -> ChildB
     for address in lenders:
         check_lender(address)
     child = Child(lenders)
-    try:
+    with undone(partial(child.end, 0)):
         child.call("borrow", list(lenders), seconds=SECONDS_TO_BORROW if lenders else None)
         facts = child.call("load", path, options, progress=progress)
         return ChildBackend(path, child, facts)
-    except BaseException:
-        child.end(0)
-        raise

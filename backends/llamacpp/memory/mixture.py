@@ -23,7 +23,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.errors import ModelError
+from edgespec.errors import ModelError, failing_as, undone
 from edgespec.machine.measurements import identity
 from edgespec.models.gguf_header import own_values
 from edgespec.weights.expert_memory import ExpertMemory
@@ -262,7 +262,7 @@ class Mixture:
         slots = self.memory.choose(number, chosen, prompt)
         router = self._routers.get(number + 1) if prompt is None and self.memory.may_foresee(number + 1) else None
         if router and (inputs := floats(GgmlTensor.from_address(tensor).src[1])) is not None:
-            self.memory.foresee(number + 1, chosen, router.best(inputs, self.shape[1]))
+            self.memory.foresee(number + 1, router.best(inputs, self.shape[1]))
         if number in self._later.values():
             self._replaced = numbers, content.copy()
         chosen[...] = slots[chosen]
@@ -328,10 +328,8 @@ def open_memory(path: str, plan: Plan, keep: bool, kind: Callable[..., ExpertMem
     """
     layers = find_expert_layers(path, loaded_tensors(path))
     about = {"kind": "experts", "target": identity(path)} if keep else None
-    try:
+    with failing_as(ModelError, f"{path}: experts cannot be read"):
         return kind(parts(path), layers, plan.pools, about)
-    except OSError as error:
-        raise ModelError(f"{path}: experts cannot be read: {error}") from error
 
 
 def open_mixture(
@@ -357,14 +355,11 @@ def open_mixture(
         ModelError: the experts cannot be read.
     """
     mixture = Mixture(memory, int(own_values(path).get("expert_used_count", 1)), mapped)
-    try:
-        if why := mixture.learn(operations):
-            if memory.on_devices or not mapped:
-                raise ModelError(f"{path}: experts cannot be read as they are chosen: {why}; use --gpu-layers 0")
-            notes.append(f"experts are left to the page cache, which is slow: {why}")
-            memory.close()
-            return None
-    except BaseException:
-        memory.close()
-        raise
-    return mixture
+    with undone(memory.close):
+        if not (why := mixture.learn(operations)):
+            return mixture
+        if memory.on_devices or not mapped:
+            raise ModelError(f"{path}: experts cannot be read as they are chosen: {why}; use --gpu-layers 0")
+    notes.append(f"experts are left to the page cache, which is slow: {why}")
+    memory.close()
+    return None

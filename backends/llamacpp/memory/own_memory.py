@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
-from edgespec.errors import ModelError
+from edgespec.errors import ModelError, undone
 from edgespec.loop.engines import Progress
 from edgespec.machine.memory import format_size
 from edgespec.weights.direct_io import ALIGNED, DirectFiles
@@ -134,14 +134,12 @@ class OwnMemory(Store):
         """
         self._buffer, self._memory, self._direct = 0, None, DirectFiles(paths)
         super().__init__(self._direct)
-        try:
+        with undone(self.close):
             self.plan = replace(plan, streamed=tuple(map(self._direct.widened, plan.streamed)))
             tensors = sorted((one for one in tensors if one.name in found), key=lambda one: (one.file, one.start))
             kept = [tensor for tensor in tensors if any(_holds(extent, tensor) for extent in plan.pinned)]
             groups = [[one for one in kept if (one.name in there) == on_device] for on_device in (False, True)]
-            pinned = [
-                self._direct.widened(Layer(0, tuple(one.extent for one in some))).extents for some in groups
-            ]
+            pinned = [self._direct.widened(Layer(0, tuple(one.extent for one in some))).extents for some in groups]
             first, slots = _size(pinned[0]), _size(pinned[0]) + _size(pinned[1])
             self._inside = {layer.index: _places(layer.extents, 0) for layer in self.plan.streamed}
             self._slot_size = max((_size(layer.extents) for layer in self.plan.streamed), default=0)
@@ -153,9 +151,6 @@ class OwnMemory(Store):
                 largest = max((tensor.size for tensor in tensors), default=0)
                 self._buffer = buffer_here(device, address + first, size - first, largest)
                 shift = ggml_base().ggml_backend_buffer_get_base(self._buffer) - address - first
-        except BaseException:
-            self.close()
-            raise
         # By layer its tensors, each with its address in slot 0, and that where it is not in a slot.
         self._moving = dict[int, list[tuple[GgmlTensor, int, int]]]()
         self._layer_of = dict[int, int]()  # by address, also of views

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from edgespec.errors import ModelError, NoRoom, UsageError
+from edgespec.errors import ModelError, NoRoom, UsageError, failing_as, undone
 from edgespec.loop.engines import LoadOptions, Machine, Progress
 from edgespec.loop.shapes import TILE
 from edgespec.machine import memory as process
@@ -633,9 +633,9 @@ def start_streaming(
             raise ModelError(f"{part}: llama.cpp has not mapped it, so it cannot be streamed")
         # Another streamed model of the same file may add smaller mappings meanwhile.
         mapped.append(max(new, key=lambda mapping: mapping.stop - mapping.start))
-    try:
+    with failing_as(ModelError, f"{path}: cannot be streamed"):
         store = own(files) if own else open_store(files, mapped, plan, machine)
-        try:
+        with undone(store.close):
             store.drop([extent for layer in plan.streamed for extent in layer.extents])
             if plan.pools:
                 store.drop(plan.cached)
@@ -644,8 +644,3 @@ def start_streaming(
             speed = (machine.disk.speed or measure_disk(files, plan)) if plan.streamed else 0.0
             plan = store.plan if isinstance(store, OwnMemory) else plan
             return Streamer(plan, store, machine.disk.threads, machine.disk.size), speed, store
-        except BaseException:
-            store.close()
-            raise
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be streamed: {error}") from error

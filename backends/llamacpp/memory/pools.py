@@ -14,6 +14,7 @@ import ctypes
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from edgespec.errors import undone
 from edgespec.machine.memory import format_size
 from edgespec.weights.expert_memory import ExpertMemory
 from edgespec.weights.experts import ExpertLayer, Residents, pool_size
@@ -52,7 +53,7 @@ class DevicePools:
         self.places: dict[int, DevicePlace] = {}
         self._buffers: list[int] = []
         self._before: list[tuple[int, bytes]] = []
-        try:
+        with undone(self.close):
             for pool in pools:
                 first, memory = layers[pool.layers[0]], None
                 if not here:
@@ -64,9 +65,6 @@ class DevicePools:
                     if here:
                         memory = here(pool.layers[0], i)[1], pool_size(first, i, pool.slots)
                     self._move(pool, [tensors[layers[number].tensors[i].name] for number in pool.layers], memory)
-        except BaseException:
-            self.close()
-            raise
 
     def _move(self, pool: Pool, tensors: Sequence[tuple[int, int]], here: tuple[int, int] | None) -> None:
         """Have tensors of one kind lie in one array of slots, of which a computing device reads whole rows beyond.

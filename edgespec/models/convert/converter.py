@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 
-from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError
+from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError, undone
 from edgespec.machine.files import cache_folder, read_json_object
 from edgespec.models.convert.gguf_write import check_layers
 from edgespec.models.download import Progress
@@ -196,7 +196,7 @@ def convert_folder(
         errors="replace",
     ) as process:  # fmt: skip
         assert process.stderr is not None
-        try:
+        with undone(process.kill):
             for line in process.stderr:
                 last = line.strip() or last
                 if found := TENSOR.search(line):
@@ -206,9 +206,6 @@ def convert_folder(
                     check(tensors)
                 elif found := WRITTEN.search(line):
                     progress("writing", int(found[1]), 100)
-        except BaseException:
-            process.kill()
-            raise
     if process.returncode:
         if "No module named" in last:
             raise MissingPackage(last.split("'")[1], NEEDS, "llama.cpp's converter")

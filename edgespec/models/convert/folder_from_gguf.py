@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError
+from edgespec.errors import EdgespecError, ModelError, UsageError, failing_as, installed
 from edgespec.loop.engines import load_vocab
 from edgespec.loop.sampling import Float32Array
 from edgespec.machine.files import part_names
@@ -173,11 +173,7 @@ def read_gguf(path: Path, *, weights: bool = True) -> Gguf:
 
 def import_gguf(why: str = "writing a GGUF") -> Any:
     """Raises MissingPackage."""
-    try:
-        import gguf
-    except ImportError as error:
-        raise MissingPackage("gguf", "convert", why) from error
-    return gguf
+    return installed("gguf", "convert", why)
 
 
 def check_floats(path: Path, types: Set[str]) -> None:
@@ -198,17 +194,10 @@ def _check(out: Path, dtype: str, bits: int | None) -> None:
     if bits is not None and bits not in MLX_BITS:
         raise UsageError(f"bits is {bits}, but must be one of {', '.join(map(str, MLX_BITS))}")
     check_out(out, "folder")
-    try:
-        import ml_dtypes  # noqa: F401
-        import safetensors  # noqa: F401
-        import tokenizers  # noqa: F401
-    except ImportError as error:
-        raise MissingPackage(error.name or "safetensors", "convert", "converting a GGUF") from error
+    for package in ("ml_dtypes", "safetensors", "tokenizers"):
+        installed(package, "convert", "converting a GGUF")
     if bits:
-        try:
-            import mlx_lm  # noqa: F401
-        except ImportError as error:
-            raise MissingPackage("mlx-lm", "mlx", "quantising for mlx-lm") from error
+        installed("mlx-lm", "mlx", "quantising for mlx-lm")
 
 
 def check_space(out: Path, needed: int) -> None:
@@ -247,14 +236,13 @@ def appearing(out: Path, kind: str = "file") -> Iterator[Path]:
     """A name beside `out` for a new file or folder, which gets that name at the end of the `with`."""
     partial = out.absolute().with_name(f".{out.name}.{secrets.token_hex(4)}.partial")
     try:
-        yield partial
-        if kind == "file":
-            with partial.open("rb+") as file:
-                os.fsync(file.fileno())
-        check_out(out, kind)  # once more, after hours of work
-        os.rename(partial, out)
-    except OSError as error:
-        raise EdgespecError(f"{out}: cannot be written: {error.strerror or error}") from error
+        with failing_as(EdgespecError, f"{out}: cannot be written"):
+            yield partial
+            if kind == "file":
+                with partial.open("rb+") as file:
+                    os.fsync(file.fileno())
+            check_out(out, kind)  # once more, after hours of work
+            os.rename(partial, out)
     finally:
         for left in partial.parent.glob(f"{glob.escape(partial.name)}*"):
             shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
@@ -364,14 +352,10 @@ def write_safetensors(
 
 
 def _write_by_mlx(folder: Path, bits: int | None) -> None:
-    try:
-        from mlx_lm import convert as mlx_convert
-    except ImportError as error:
-        raise MissingPackage("mlx-lm", "mlx", "stacking experts for mlx-lm") from error
-
+    mlx_lm = installed("mlx-lm", "mlx", "stacking experts for mlx-lm")
     written = folder / "by-mlx"
     with redirect_stdout(sys.stderr):  # it reports on standard output
-        mlx_convert(str(folder), mlx_path=str(written), quantize=bits is not None, q_bits=bits)
+        mlx_lm.convert(str(folder), mlx_path=str(written), quantize=bits is not None, q_bits=bits)
     for file in folder.glob("model*"):
         file.unlink()
     for file in [written / "config.json", *written.glob("model*")]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from edgespec.errors import EdgespecError, MissingPackage, UsageError
+from edgespec.errors import EdgespecError, UsageError, installed
 from edgespec.scheduler.targets.verifier import close_own, stop_up_to
 
 
@@ -132,13 +132,9 @@ class Cluster:
             EdgespecError: there is no scheduler, or it has no workers.
         """
         check_address(address)
+        distributed = installed("distributed", "cluster", "targets on other machines")
         try:
-            import distributed
-        except ImportError as error:
-            raise MissingPackage("distributed", "cluster", "targets on other machines") from error
-        try:
-            client: Any = distributed.Client
-            self._client = client(address, timeout=10)
+            self._client = distributed.Client(address, timeout=10)
         except (OSError, TimeoutError, TypeError, ValueError) as error:
             raise EdgespecError(f"{address}: no Dask scheduler answers: {error}") from error
         self._messenger = ThreadPoolExecutor(1)
