@@ -119,5 +119,6 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> Any:
     for module in (backend_module, experts_module, loading_module):
         monkeypatch.setattr(module, "needs_pinning", lambda device: False)
     monkeypatch.setattr(backend_module, "CudaCopies", backend_module.HostCopies)
+    monkeypatch.setattr(backend_module, "link_speeds", lambda devices: [1.0] * len(devices))
     with mode:
         yield there

@@ -224,7 +224,7 @@ def test_a_processor_reads_no_embeddings_where_a_card_has_the_output_that_they_a
 def test_input_embeddings_take_no_memory_of_a_card_that_copies_layers() -> None:
     """2.1 GB, four layers of this model; a card that holds all layers holds them, too."""
     _, other = on("llama-3.3-70b", "rtx4090-64").found
-    assert other.where.placed.streamed == 47
+    assert other.where.placed.streamed == 46
 
 
 @pytest.mark.parametrize("machine", ["macbook-24", "rtx4090-64"])
@@ -249,8 +249,9 @@ def test_two_cards_hold_more_layers_than_one(written: Callable[..., str]) -> Non
         assert [name for _, name in two.where.placed.shares] == ["CUDA0", "CUDA1"]
         assert two.passes[0].seconds < one.passes[0].seconds
     assert first.where.placed.on_device == second.where.placed.on_device == 80
-    moved = second.where.placed.shares[1][0]
-    assert first.where.placed.streamed - second.where.placed.streamed == pytest.approx(moved, abs=2)
+    each = second.copied / 2 / 25e9  # both links are in use
+    assert second.passes[0].seconds == pytest.approx(each, rel=0.05)
+    assert each < first.copied / 25e9 / 2
     shares = "{} of 80 layers on CUDA0, {} of 80 layers on CUDA1, ".format(*[n for n, _ in both.where.placed.shares])
     assert shares in both.where.line
     gpus = (machine.gpus[0], replace(machine.gpus[1], memory_speed=machine.gpus[1].memory_speed / 10))

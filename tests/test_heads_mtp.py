@@ -190,7 +190,7 @@ def test_a_head_of_a_streamed_target(family, tmp_path, sampling, monkeypatch):
     target = (
         streamed(folder) if family == "qwen3.5" else load(str(folder), **OPTIONS, gpu_memory=memory, copies=HostCopies)
     )
-    assert target.streamer
+    assert target.streamers
     head = engine.load_head(target, str(folder), DRAFT_OPTIONS)
     check_lossless(target, [SpecExecPlanner(head, depth=5, tau=0.3)], TEXT, sampling, 12)
 

@@ -180,7 +180,7 @@ def test_texts_with_a_head_are_plain_ones(tmp_path, folders, family, sampling):
 def test_a_head_of_a_streamed_target(tmp_path, folders):
     folder = save(tiny_model("llama", num_hidden_layers=5), tmp_path)
     target = load(str(folder), **OPTIONS, gpu_memory=memory_for(folder, 1, **OPTIONS), copies=Recorder)
-    assert target.streamer is not None
+    assert target.streamers
     head = engine.load_head(target, str(folders[1]), DRAFT_OPTIONS)
     check_lossless(target, [SpecExecPlanner(head, depth=5, tau=0.3)], TEXT, SAMPLINGS[1], 24)
 

@@ -49,8 +49,8 @@ def streamed(folder: Path, **options: Any) -> TorchBackend:
     sessions, model = options.get("sessions", 1), loaded.model
     memory = memory_for(folder, 1, **OPTIONS, **options) + sessions * states_of(8) * state_bytes(model)
     found = load(str(folder), **OPTIONS, **options, gpu_memory=memory, copies=HostCopies)
-    assert found.streamer
-    assert len(found.streamer.blocks) >= 1
+    assert found.streamers
+    assert len(found.streamers[0].blocks) >= 1
     return found
 
 

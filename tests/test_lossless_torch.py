@@ -60,7 +60,7 @@ def test_streamed_weights(tmp_path, sampling, options):
     target = load(
         str(folder), **OPTIONS, **options, gpu_memory=memory_for(folder, 1, **OPTIONS, **options), copies=Recorder
     )
-    assert target.streamer is not None
+    assert target.streamers
     planners = [SpecExecPlanner(draft, depth=8, beam=4, tau=0.3), SssdPlanner()]
     assert check_lossless(target, planners, [5, 9, 30, 7, 9, 30], sampling, 16)[0] > 2
 

@@ -75,7 +75,7 @@ def own(target, folder, sessions=1):
 @pytest.mark.parametrize("planner", [SpecExecPlanner, ChainPlanner])
 def test_texts_are_those_of_plain_decoding(folder, resident, planner, sampling):
     target, draft = pair(folder, resident)
-    assert (target.streamer is None) == (resident == LAYERS)
+    assert (not target.streamers) == (resident == LAYERS)
     (tokens,) = check_lossless(target, [planner(draft, depth=6, tau=0.5)], PROMPT, sampling, 24)
     assert tokens > 1 or resident == 2
 
@@ -137,9 +137,9 @@ def test_cells_are_those_of_the_target_where_it_has_read(folder):
 
 def test_a_draft_reads_nothing_and_takes_no_memory_for_weights(folder):
     target, draft = pair(folder, 5)
-    target.streamer._engine.events.clear()
+    target.streamers[0]._engine.events.clear()
     rows_of(draft, PROMPT)
-    assert target.streamer._engine.events == []
+    assert target.streamers[0]._engine.events == []
     assert draft.wait_seconds == 0
     gc.collect()
     assert {id(weight) for weight in draft.model.parameters()} == {id(weight) for weight in target.model.parameters()}
@@ -179,7 +179,7 @@ def test_memory_is_planned_for_cells(llama, monkeypatch):
 
 
 def test_streamed_layers_are_consecutive(llama):
-    assert [one.self_attn.layer_idx for one in pair(llama, 3)[0].streamer.layers] == [1, 2, 3, 4, 5]
+    assert [one.self_attn.layer_idx for one in pair(llama, 3)[0].streamers[0].layers] == [1, 2, 3, 4, 5]
 
 
 def test_layers_of_a_hybrid_are_refused(tmp_path):
@@ -191,7 +191,7 @@ def test_layers_of_a_hybrid_are_refused(tmp_path):
 
 def test_without_a_layer_in_memory_it_says_so(llama):
     target = load(str(llama), **OPTIONS, gpu_memory=memory_for(llama, 0, **OPTIONS), copies=HostCopies)
-    assert len(target.streamer.layers) == LAYERS
+    assert len(target.streamers[0].layers) == LAYERS
     assert BUFFERS < LAYERS
     with pytest.raises(ModelError, match="none of its layers stays in memory, so none can draft"):
         own(target, llama)

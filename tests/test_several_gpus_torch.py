@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -20,16 +20,24 @@ from edgespec.backends.torch import attention
 from edgespec.backends.torch import backend as backend_module
 from edgespec.backends.torch import loading as loading_module
 from edgespec.backends.torch.backend import TorchBackend, load
-from edgespec.backends.torch.loading import choose_placement, untied_embeddings, work_bytes
+from edgespec.backends.torch.loading import (
+    WORKSPACE,
+    Host,
+    choose_placement,
+    spread,
+    untied_embeddings,
+    work_bytes,
+)
 from edgespec.backends.torch.offload import BUFFERS, Block, block_bytes, stored_tensors
 from folder_texts import SAMPLINGS, write
 from hf_models import FAMILIES, HYBRIDS, save, tiny_model, torch
 from test_hybrids_torch import LAYERS
+from test_torch import Recorder
 
 from edgespec.errors import ContextFull, NoRoom, UsageError
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
-from edgespec.weights.plan import layers_by_device
+from edgespec.weights.plan import layers_by_device, streams_by_device
 
 OPTIONS: dict[str, Any] = {"context_length": 64, "budget": 16, "sessions": 3, "threads": 1}
 PROMPT = [5, 9, 30, 7, 9, 30]
@@ -98,7 +106,7 @@ def test_texts_are_those_of_plain_decoding(
     changes = {"layer_types": LAYERS[family]} if family in LAYERS else {}
     folder = save(tiny_model(family, num_hidden_layers=5, **changes), tmp_path)
     alone, target = load(str(folder), **OPTIONS, device="cpu"), divided(folder, counts, gpu_layers=gpu_layers)
-    assert (len(target.streamer.blocks) if target.streamer else 0) == (2 if gpu_layers else 0)
+    assert sum(len(one.blocks) for one in target.streamers) == (2 if gpu_layers else 0)
     plain, _ = write(alone, NonePlanner(), PROMPT, SAMPLINGS[1], 12)
     for planner in (NonePlanner(), SpecExecPlanner(alone, depth=4, beam=2)):
         assert write(target, planner, PROMPT, SAMPLINGS[1], 12)[0] == plain
@@ -202,12 +210,130 @@ def test_layers_of_several_sizes_and_caches() -> None:
     assert layers_by_device([5, 20, 20, 20], 47, 4, [40], [0, 1, 0, 1]) == [3, 1]
 
 
-def test_streamed_layers_are_those_of_the_first_card() -> None:
-    found = choose_placement([10] * 10, 57, 20, None, None, [33], [1] * 10)  # 17 + 2 layers + 2 buffers
-    assert (found.counts, found.streamed) == ([7, 3], [1, 2, 4, 5, 6])
-    assert found.buffers == BUFFERS
+ALONE = [(0, range(7)), (1, range(7, 10))], [1, 2, 4, 5, 6]
+
+
+def placed(
+    links: tuple[float, Sequence[float]], host: Host | None = None, gpu_layers: int | None = None, memory: int = 57
+) -> Any:
+    """Of ten layers of ten bytes, with caches of a byte, on a card with 47 bytes for layers and one with 33."""
+    sizes, caches = [10] * 10, [1] * 10
+    alone = choose_placement(sizes, memory, 20, host, gpu_layers, [33], caches)
+    return spread(alone, sizes, [memory - 10, 33], caches, links, host, gpu_layers)
+
+
+@pytest.mark.parametrize(
+    ("links", "runs", "streamed"),
+    [
+        # Copies alone at 2, together at 1 each, as behind one bridge: nothing is gained.
+        ((2.0, [1.0, 1.0]), *ALONE),
+        ((1.0, [1.0, 0.1]), *ALONE),  # the second card is in a slow slot
+        (
+            (1.0, [1.0, 1.0]),
+            [(0, range(3)), (1, range(3, 5)), (0, range(5, 8)), (1, range(8, 10))],
+            [1, 2, 3, 4, 6, 7, 8, 9],
+        ),
+    ],
+    ids=["one bridge", "slow slot", "as fast"],
+)
+def test_all_cards_stream_where_that_is_faster(
+    links: tuple[float, Sequence[float]], runs: list[tuple[int, range]], streamed: list[int]
+) -> None:
+    found = placed(links)
+    assert (found.runs, found.streamed, found.buffers) == (runs, streamed, BUFFERS)
+
+
+def test_layers_that_this_machines_memory_cannot_hold_are_the_first_cards(tmp_path: Path) -> None:
+    together = (1.0, [1.0, 1.0])
+    assert placed(together, Host(tmp_path, 80, 0, apart=True)).runs != ALONE[0]
+    assert placed(together, Host(tmp_path, 79, 0, apart=True)).runs == ALONE[0]
+    assert placed(together, Host(tmp_path, 49, 0, apart=True)).on_disk  # three layers of it are buffers
+
+
+def test_layers_asked_for_stay_on_all_cards() -> None:
+    found = placed((1.0, [1.0, 1.0]), gpu_layers=4, memory=157)
+    assert (len(found.streamed), found.buffers) == (7, 3)
     with pytest.raises(NoRoom, match="with --gpu-layers 9 8 layers stay on the GPU, but 5 of 10 fit"):
-        choose_placement([10] * 10, 57, 20, None, 9, [33], [1] * 10)
+        placed((1.0, [1.0, 1.0]), gpu_layers=9)
+
+
+@pytest.mark.parametrize(
+    ("rooms", "speeds", "asked", "shares"),
+    [
+        ([200, 200], [1, 1], None, [(20, 2), (20, 2)]),  # 18 stay on each, besides two buffers
+        ([200, 200], [2, 1], None, [(21, 3), (19, 1)]),
+        ([200, 20], [1, 1], None, [(29, 11), (11, 11)]),  # none stays on the second
+        ([200, 200], [1, 1], 30, [(23, 5), (17, 5)]),
+        ([200, 200], [1, 1], 37, []),
+        ([200, 10], [1, 1], None, []),  # no room for buffers
+    ],
+)
+def test_streams_of_each_card(
+    rooms: list[int], speeds: list[float], asked: int | None, shares: list[tuple[int, int]]
+) -> None:
+    assert streams_by_device(40, 10, 0, rooms, speeds, BUFFERS, asked) == shares
+
+
+class Counting(Recorder):
+    """Counts the bytes that each card gets."""
+
+    sent: ClassVar[dict[str, int]] = {}
+
+    def __init__(self, device: Any, buffers: int) -> None:
+        super().__init__(device, buffers)
+        self._device = str(device)
+
+    def fill(self, buffer: int, target: Any, source: Any) -> None:
+        super().fill(buffer, target, source)
+        self.sent[self._device] = self.sent.get(self._device, 0) + source.nbytes
+
+
+@pytest.mark.parametrize("family", few([*FAMILIES, *HYBRIDS], "mistral, window", "lfm2"))
+def test_cards_that_take_turns_write_the_text_of_one(
+    family: str, cards: There, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of seven streamed layers one card gets seven in a pass, the two four and three."""
+    kinds = getattr(tiny_model(family).config, "layer_types", None)
+    folder = tmp_path / "model"
+    save(tiny_model(family, num_hidden_layers=9, **{"layer_types": kinds * 3} if kinds else {}), folder)
+    monkeypatch.setattr(backend_module, "CudaCopies", Counting)
+    monkeypatch.setattr(loading_module, "MOST_BUFFERS", BUFFERS)
+    cards(8 * GIB, 8 * GIB)
+    found, rows = list[dict[str, int]](), list[Any]()
+    for device in ("cuda:0", "cuda"):
+        backend = load(str(folder), **OPTIONS, gpu_layers=3, device=device)
+        largest = max(block.size for streamer in backend.streamers for block in streamer.blocks)
+        session = backend.open()
+        backend.forward([work(session, [5, 6], [-1, 0])])
+        Counting.sent.clear()
+        session.commit([0, 1])
+        backend.forward([work(session, [7, 8], [-1, -1])])
+        found.append({card: round(size / largest) for card, size in Counting.sent.items()})
+        session.close()
+        rows.append(everything(backend, tmp_path))
+    assert [some.keys() for some in found] == [{"cuda:0"}, {"cuda:0", "cuda:1"}]
+    assert max(found[1].values()) <= found[0]["cuda:0"] / 7 * 4 + 1  # layers have two sizes in some families
+    assert backend.notes[0].startswith("7 of 9 layers are streamed: ")
+    assert backend.notes[0].endswith(" per pass, to 2 GPUs at the same time")
+    assert [count for count, _ in backend.placed.shares] == [6, 3]
+    np.testing.assert_array_equal(*rows)
+
+
+def test_a_twentieth_of_a_cards_free_memory_stays_free(
+    cards: There, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What libraries need is part of it."""
+    folder, found = str(save(tiny_model("llama"), tmp_path)), list[tuple[int, list[int]]]()
+    choose = backend_module.choose_placement
+    monkeypatch.setattr(
+        backend_module, "choose_placement", lambda *args: found.append((args[1], args[5])) or choose(*args)
+    )
+    for free in ([20 * GIB, 24 * GIB], [8 * GIB, 8 * GIB]):
+        cards(*free)
+        load(folder, **OPTIONS)
+    (more, [other]), (less, [few]) = found[0], found[-1]
+    assert (more, less) == (19 * GIB + WORKSPACE, 8 * GIB)
+    assert abs(other - few - (int(0.95 * 24 * GIB) + WORKSPACE - 8 * GIB)) < 2
 
 
 def test_gpu_memory_is_for_each_card(cards: There, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

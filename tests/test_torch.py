@@ -372,7 +372,7 @@ class TestOffload:
             for tensor in [*layer.parameters(), *layer.buffers()]
         }
         assert len(places) == BUFFERS
-        assert sum(block.host.numel() for block in backend.streamer.blocks) == sum(map(block_bytes, streamed))
+        assert sum(block.host.numel() for block in backend.streamers[0].blocks) == sum(map(block_bytes, streamed))
         backend.close()
         backend.close()
         assert recorder.closed
@@ -425,7 +425,7 @@ class TestOffload:
         monkeypatch.setattr(backend_module, "work_bytes", noted)
         backend = load(str(llama), **OPTIONS | {"sessions": sessions}, gpu_memory=2**40, copies=Recorder)
         assert counted == {backend.capabilities.max_wanted, None}  # None: of a further GPU
-        assert backend.streamer is None  # enough memory streams nothing
+        assert backend.streamers == []  # enough memory streams nothing
 
     @pytest.fixture
     def made(self, monkeypatch):
@@ -484,7 +484,7 @@ class TestOffload:
     @pytest.mark.parametrize(("asked", "kept"), [(-1, 6), (7, 6), (6, 5), (3, 2), (1, 0), (0, 0), (99, 6)])
     def test_so_many_layers_stay(self, llama, asked, kept):
         backend = load(str(llama), **OPTIONS, gpu_layers=asked, copies=Recorder)
-        assert (len(backend.streamer.blocks) if backend.streamer else 0) == 6 - kept
+        assert sum(len(one.blocks) for one in backend.streamers) == 6 - kept
         backend.close()
 
     def test_layers_that_do_not_fit(self, llama, monkeypatch):
@@ -495,7 +495,7 @@ class TestOffload:
 
     def test_layers_without_a_gpu(self, llama):
         backend = load(str(llama), **OPTIONS, device="cpu", gpu_layers=2)
-        assert backend.streamer is None
+        assert backend.streamers == []
         assert any("--gpu-layers changes nothing" in note for note in backend.notes)
 
     @pytest.mark.parametrize(
@@ -529,9 +529,9 @@ class TestOffload:
         assert cuda.calls == min(allowed + 1, len(streamed))  # none is asked for after a refusal
         assert len(cuda.pinned) == min(allowed, len(streamed))
         assert all(address % mmap.PAGESIZE == 0 for address in cuda.pinned)
-        feeder, threads = backend.streamer.feeder, backend.streamer._engine.threads
+        feeder, threads = backend.streamers[0].feeder, backend.streamers[0]._engine.threads
         backend.forward([work(backend.open(), [5, 6], [-1, 0])])
-        for buffer in range(len(backend.streamer._buffers)) if feeder else ():
+        for buffer in range(len(backend.streamers[0]._buffers)) if feeder else ():
             feeder.wait(buffer)
         apart = [thread for thread in threads[-len(streamed) :] if thread != threading.current_thread()]
         assert len(apart) == max(0, len(streamed) - allowed)  # such a copy returns late, and would hold up the pass
@@ -554,7 +554,7 @@ class TestOffload:
     def test_more_buffers_change_no_bit(self, llama, stay):
         text = [5, 9, 30, 7]
         backend = load(str(llama), **OPTIONS, gpu_layers=stay, copies=Recorder)
-        assert len({block.size for block in backend.streamer.blocks}) == 1
+        assert len({block.size for block in backend.streamers[0].blocks}) == 1
         expected = chain_rows(load(str(llama), **OPTIONS), text)
         for _ in range(2):
             np.testing.assert_array_equal(chain_rows(backend, text), expected)

@@ -120,8 +120,8 @@ def tiers(monkeypatch):
         there, here = memory_for(folder, resident, **options), at_home(folder, **options) + (waiting + STAGING) * layer
         backend = load(str(folder), **options, gpu_memory=there, memory=here, copies=copies)
         opened.append(backend)
-        on_disk = [block for block in backend.streamer.blocks if block.host is None]
-        assert len(backend.streamer.blocks) == LAYERS - resident
+        on_disk = [block for block in backend.streamers[0].blocks if block.host is None]
+        assert len(backend.streamers[0].blocks) == LAYERS - resident
         assert len(on_disk) == LAYERS - resident - waiting
         return backend
 
@@ -469,7 +469,7 @@ def test_closing_leaves_nothing(llama, tiers):
 
 def test_host_buffers_stay_until_a_copy_ends(llama, tiers, monkeypatch):
     backend, close, finish, copies = tiers(llama, 1, 2), Staging.close, LateCopies.finish, []
-    thread = backend.streamer.feeder._thread
+    thread = backend.streamers[0].feeder._thread
 
     def slow(*arguments):
         time.sleep(0.2)
@@ -541,7 +541,7 @@ def test_logits_of_a_wide_tree_are_in_the_plan(llama, cheap, monkeypatch):
         fits = (memory - fixed_bytes) // layer
         if fits < BUFFERS:
             raise NoRoom("too little")
-        return Placement(list(range(LAYERS - min(2, fits - BUFFERS))), [], BUFFERS, [LAYERS])
+        return Placement(list(range(LAYERS - min(2, fits - BUFFERS))), [], BUFFERS, [(0, range(LAYERS))])
 
     there = memory_for(llama, 2, **OPTIONS) + (more if cheap else more - layer)
     backend = load(str(llama), **options, gpu_memory=there, widest=256)
@@ -580,14 +580,14 @@ def test_a_processor_streams_from_disk(halves, monkeypatch):
     resident.close()
     for more in (0, 3):
         backend = load(str(halves), **OPTIONS, device="cpu", memory=fixed + (BUFFERS + STAGING + more) * layer)
-        assert len(backend.streamer.blocks) == LAYERS - more
-        assert all(block.host is None for block in backend.streamer.blocks)
+        assert len(backend.streamers[0].blocks) == LAYERS - more
+        assert all(block.host is None for block in backend.streamers[0].blocks)
         assert backend.capabilities.streams
         np.testing.assert_array_equal(everything(backend), expected)
         backend.close()
     with pytest.raises(NoRoom, match=r"of memory cannot hold 5 layers of .*: give at least"):
         load(str(halves), **OPTIONS, device="cpu", memory=fixed + (BUFFERS + STAGING) * layer - 1)
-    assert load(str(halves), **OPTIONS, device="cpu", memory="8G").streamer is None
+    assert load(str(halves), **OPTIONS, device="cpu", memory="8G").streamers == []
 
 
 def test_caches_that_fit_nowhere_are_refused(llama):
@@ -595,7 +595,7 @@ def test_caches_that_fit_nowhere_are_refused(llama):
     with pytest.raises(NoRoom, match=r"use a smaller context"):
         load(str(llama), **OPTIONS | {"context_length": 1 << 24, "sessions": 200}, device="cpu")
     backend = load(str(llama), **OPTIONS, device="cpu")
-    assert (backend.streamer, backend.notes) == (None, [])
+    assert (backend.streamers, backend.notes) == ([], [])
     backend.close()
 
 
@@ -651,7 +651,7 @@ def test_copies_of_weights_count_once(folder, halves, tmp_path, monkeypatch):
     for more, streamed in ((0, False), (-1, True)):
         used.append(0)
         backend = load(str(halves), **options, device="cpu", memory=fixed - WORKSPACE + LAYERS * layer + more)
-        assert ((backend.streamer or backend.mixture) is not None) == streamed
+        assert (bool(backend.streamers or backend.mixture)) == streamed
         backend.close()
 
 
@@ -696,5 +696,5 @@ def test_where_nothing_can_be_streamed_a_limit_on_memory_is_a_line(halves, monke
     monkeypatch.setattr(loader_module, "this_machine", lambda *looked: replace(really(*looked), platform="win32"))
     for memory, notes in ((None, []), (1 << 20, [CANNOT_STREAM])):
         backend = load(str(halves), **OPTIONS, device="cpu", memory=memory)
-        assert (backend.streamer, backend.notes) == (None, notes)
+        assert (backend.streamers, backend.notes) == ([], notes)
         backend.close()

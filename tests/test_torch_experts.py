@@ -95,7 +95,7 @@ def pooled(monkeypatch):
             if len(calls) == 1:  # with experts
                 raise NoRoom("experts")
             streamed = [] if slots else [1, 2, 4, 5]
-            return Placement(streamed, streamed, 2, [len(sizes)])
+            return Placement(streamed, streamed, 2, [(0, range(len(sizes)))])
 
         def plan(found, *rest):
             pools = tuple(given) or experts.pools_of(found.layers, slots / found.layers[0].count)
@@ -378,7 +378,7 @@ def test_memory_for_dense_weights_comes_first_and_pools_have_the_rest(mixtral):
         backend = load(str(mixtral), **OPTIONS, memory=whole - missing)
         plan = backend.plan
         assert (bool(plan.streamed), plan.slots_of_experts) == (streams, slots)
-        assert (backend.streamer is not None, backend.capabilities.streams) == (streams, streams)
+        assert (bool(backend.streamers), backend.capabilities.streams) == (streams, streams)
         assert f"{slots} of 4 experts of each layer in" in backend.notes[-1]
         assert plan.pool_bytes <= max(of_experts - missing, least)
         assert backend.capabilities.experts == (4, 2)

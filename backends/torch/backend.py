@@ -11,10 +11,11 @@ session's cells:
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 from weakref import WeakSet
@@ -37,7 +38,7 @@ from edgespec.machine.memory import format_size, in_bytes
 from edgespec.machine.this_machine import Gpu, this_machine
 from edgespec.models.safetensors_header import read_safetensors_header
 from edgespec.weights.experts import memory_of, pools_of
-from edgespec.weights.plan import CHEAP, MARGIN, SAFETY, Plan, choose_width, two_digits
+from edgespec.weights.plan import CHEAP, MARGIN, SAFETY, Plan, choose_width, two_digits, usable
 from edgespec.weights.ring import CANNOT_STREAM, can_stream
 
 from ..common.heads import head_size
@@ -76,12 +77,13 @@ from .loading import (
     place_others,
     run_probe,
     session_cells,
+    spread,
     untied_embeddings,
     work_bytes,
 )
 from .logits import KeptInputs, TorchLogits
 from .mtp_files import head_tensors
-from .offload import BUFFERS, CopyEngine, CudaCopies, HostCopies, Streamer, needs_pinning
+from .offload import BUFFERS, CopyEngine, CudaCopies, HostCopies, Streamer, link_speeds, needs_pinning
 from .recurrent import (
     RecurrentOwner,
     StateCache,
@@ -121,7 +123,7 @@ class TorchBackend(Interruptible):
         plan: of pools of experts; None: there are none.
         mixture: None: not only chosen experts are read.
         cache: of states; None: no layer is recurrent.
-        streamer: None: all layers are resident.
+        streamers: of each device with layers that do not stay there.
         sessions: that are open.
         spans: of all layers.
         hides_first: the cell of a sequence's first token is hidden.
@@ -142,7 +144,7 @@ class TorchBackend(Interruptible):
         windows: tuple[int | None, ...],
         caches: list[Cells],
         spans: Spans,
-        streamer: Streamer | None,
+        streamers: Sequence[Streamer] = (),
         notes: Sequence[str] = (),
         cache: StateCache | None = None,
     ) -> None:
@@ -162,9 +164,9 @@ class TorchBackend(Interruptible):
             "dtype": str(self.dtype), "threads": torch.get_num_threads(),
             "device": ", ".join(str(group.device) for group in groups),
         }  # fmt: skip
-        self.streamer = streamer
+        self.streamers = streamers
         self.sessions, self.spans = WeakSet[TorchSession](), spans
-        self.placed = placed(spans, len(streamer.blocks) if streamer else 0)
+        self.placed = placed(spans, sum(len(one.blocks) for one in streamers))
         self.stop = Stop()
         self._kept: KeptInputs | None = None
         self.choose_cells: Callable[[TorchSession, Work, int, Any], dict[int, Any]] | None = None
@@ -199,7 +201,7 @@ class TorchBackend(Interruptible):
     @property
     def wait_seconds(self) -> float:
         waited = self.mixture.memory.wait_seconds if self.mixture else 0.0
-        return waited + (self.streamer.wait_seconds if self.streamer is not None else 0.0)
+        return waited + sum(streamer.wait_seconds for streamer in self.streamers)
 
     def keep_to(self, exact: BatchInvariance) -> None:
         self.capabilities = replace(self.capabilities, exact=exact, logit_tolerance=0.0)
@@ -283,12 +285,12 @@ class TorchBackend(Interruptible):
         )  # fmt: skip
 
     def close(self) -> None:
-        if self.streamer is not None:
-            self.streamer.close()
+        for streamer in self.streamers:
+            streamer.close()
         if self.mixture:
             self.mixture.close()
-        self.model = self.streamer = self.cache = None
-        self._free = []
+        self.model = self.cache = None
+        self.streamers, self._free = (), []
         _on_cpu.discard(self)
 
 
@@ -493,7 +495,7 @@ def load_folder(
         backend.notes = [*backend.notes, f"the device is {device.type}, so --gpu-layers changes nothing"]
     if dtype == NF4:
         backend.computing = {**backend.computing, "dtype": NF4}
-    if device.type == "cpu" and backend.streamer is None:
+    if device.type == "cpu" and not backend.streamers:
         backend.mapped = mapped_bytes(backend.model, folder) + (backend.plan.pool_bytes if backend.plan else 0)
         _on_cpu.add(backend)
     return backend
@@ -584,9 +586,9 @@ def assemble(
         free = gpu.free + held
         if memory is not None and memory > free:
             raise UsageError(f"gpu_memory is {format_size(memory)}, but only {format_size(free)} are free")
-        memory = free if memory is None else memory
+        memory = usable(gpu, WORKSPACE) if memory is None else memory
     form.make(decoder_layers(model)[0])  # `work_bytes` looks for 4-bit weights in it
-    streamer, notes, spans = None, list[str](), [(device, range(config.num_hidden_layers))]
+    streamers, notes, spans = list[Streamer](), list[str](), [(device, range(config.num_hidden_layers))]
     mixture, weights_plan, in_pools, sent = None, None, 0, 0
     if memory is not None or gpu_layers is not None or form is not PLAIN:
         sizes = [form.size(layer) for layer in decoder_layers(model)]
@@ -604,13 +606,18 @@ def assemble(
             return int(held + sum(caches_of(width)) + work - (WORKSPACE if host and not host.apart else 0))
 
         here = sys.maxsize if memory is None else memory
+        devices = [device, *(torch.device(one.name) for one in others)]
+        links = lru_cache(lambda: (link_speeds(devices[:1])[0], link_speeds(devices)))
 
         def place(width: int) -> Placement:
             work = work_bytes(model, limits(width), None)
-            rooms = [min(most, one.free + one.used) - one.used - work for one in others]
-            return choose_placement(
-                sizes, here, fixed(width), host, gpu_layers, rooms, caches_of(width), own_layers
-            )  # fmt: skip
+            rooms = [min(most, usable(one, WORKSPACE)) - one.used - work for one in others]
+            caches = caches_of(width)
+            found = choose_placement(sizes, here, fixed(width), host, gpu_layers, rooms, caches, own_layers)
+            if not (rooms and found.streamed) or own_layers:
+                return found
+            rooms = [here - fixed(width) + sum(caches), *rooms]
+            return spread(found, sizes, rooms, caches, links(), host, gpu_layers)
 
         dense, sizes = sizes, [size + more for size, more in zip(sizes, of_experts, strict=True)]
         try:
@@ -641,17 +648,14 @@ def assemble(
             placement = replace(placement, buffers=BUFFERS)  # pools have the room of further ones
             where = name_of(device)
             weights_plan = plan_pools(experts, model, where, host, here, fixed(width), sizes, placement)
-        ends = list(accumulate(placement.counts))
-        devices = [device, *(torch.device(one.name) for one in others)]
-        every = zip(devices, map(range, [0, *ends], ends), strict=True)
-        spans = [(where, numbers) for where, numbers in every if numbers or where is device]
-        streamer = place_layers(model, spans, sizes, placement, copies, host, form)
+        spans = [(devices[number], numbers) for number, numbers in placement.runs]
+        streamers = place_layers(model, spans, sizes, placement, copies, host, form)
     shape, capabilities = cells(width), limits(width)
     try:
-        if streamer is not None:
+        if streamers:
             # Without pools all experts of a layer are streamed.
             capabilities = replace(capabilities, streams=True, experts=capabilities.experts if weights_plan else None)
-            notes = streaming_notes(streamer, config.num_hidden_layers)
+            notes = streaming_notes(streamers, config.num_hidden_layers)
         place_others(model, device, sent > 0)
         for where, numbers in spans:
             decoder_layers(model)[numbers.start : numbers.stop].to(where)
@@ -667,13 +671,13 @@ def assemble(
         windows = inspect_layers(model, probe, shape, attending)
         caches = [Cells(spans, attending, shape[1:], model.dtype) for _ in range(sessions)]
     except BaseException:
-        if streamer is not None:
+        for streamer in streamers:
             streamer.close()
         if mixture:
             mixture.close()
         raise
     notes = [*notes, *no_further_positions(context_length, asked)]
-    backend = TorchBackend(model, vocab, capabilities, windows, caches, spans, streamer, notes, cache)
+    backend = TorchBackend(model, vocab, capabilities, windows, caches, spans, streamers, notes, cache)
     backend.plan, backend.mixture = weights_plan, mixture
     return backend
 
@@ -683,8 +687,10 @@ def name_of(device: Any) -> str:
 
 
 def placed(spans: Spans, streamed: int) -> Placed:
-    several = len(spans) > 1
-    shares = [(len(numbers), name_of(device) + f" ({device})" * several) for device, numbers in spans]
+    counts = Counter[Any]()
+    for device, numbers in spans:
+        counts[device] += len(numbers)
+    shares = [(count, name_of(device) + f" ({device})" * (len(counts) > 1)) for device, count in counts.items()]
     return Placed.on([] if spans[0][0].type == "cpu" else shares, spans[-1][1].stop, streamed)
 
 
@@ -723,7 +729,7 @@ def align(model: Any) -> None:
             weights.data = weights.data.clone()
 
 
-def streaming_notes(streamer: Streamer, layers: int) -> list[str]:
+def streaming_notes(streamers: Sequence[Streamer], layers: int) -> list[str]:
     """
     Returns:
         Messages for the user about streamed layers.
@@ -731,15 +737,18 @@ def streaming_notes(streamer: Streamer, layers: int) -> list[str]:
     Raises:
         ModelError: the disk cannot be measured.
     """
-    size = sum(block.size for block in streamer.blocks)
-    note = f"{len(streamer.blocks)} of {layers} layers are streamed: {format_size(size)} per pass"
-    sources = streamer.feeder.sources if streamer.feeder else []
+    blocks = [block for streamer in streamers for block in streamer.blocks]
+    size = format_size(sum(block.size for block in blocks))
+    note = f"{len(blocks)} of {layers} layers are streamed: {size} per pass"
+    if len(streamers) > 1:
+        note += f", to {len(streamers)} GPUs at the same time"
+    sources = streamers[0].feeder.sources if streamers[0].feeder else []
     if sources:
         from_disk, path = sum(source.size for source in sources), sources[0].path
         speed = disk_speed(path, [(one.start, one.start + one.size) for one in sources if one.path == path])
         note += f", {format_size(from_disk)} of it from disk"
         if speed:
             note += f": about {two_digits(from_disk / speed)} s at {two_digits(speed / 1e9)} GB/s"
-    if not needs_pinning(streamer.device) or streamer.pinned:
+    if not needs_pinning(streamers[0].device) or all(streamer.pinned for streamer in streamers):
         return [note]
     return [note, "CUDA refuses to pin all host memory of the streamed layers, so their copies to the GPU are slower"]

@@ -47,7 +47,7 @@ class TorchHead(TorchBackend):
         shape = cache_shape(head.config, session_cells(limits))
         spans = [(target.device, range(1))]
         cells = [Cells(spans, [LAYER.layer_idx], shape[1:], target.dtype) for _ in range(sessions)]
-        super().__init__(head, target.vocab, limits, (None,), cells, spans, None)
+        super().__init__(head, target.vocab, limits, (None,), cells, spans)
         self.width = int(head.config.hidden_size)
         self._target = target
         self._embed = head.embed_tokens or target.model.get_input_embeddings()

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from edgespec.loop.backend import Capabilities
 from edgespec.machine.files import weight_files
 from edgespec.machine.memory import format_size
 from edgespec.machine.this_machine import Gpu
-from edgespec.weights.plan import consecutive_layers, layers_by_device, layers_on_gpu
+from edgespec.weights.plan import consecutive_layers, layers_by_device, layers_on_gpu, streams_by_device
 
 from ..common.model_folder import LOCAL, read_config, refused
 from .attention import ATTENTION, Probe, run
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from .nf4 import KeptLayers
 
 WORKSPACE = 2**29  # bytes of a CUDA context, its libraries and the allocator's gaps
+FASTER = 1.1  # times, from which on several devices stream: each hop between them takes some time
 NF4 = "nf4"
 MIN_NODES = 512  # prompt tokens per pass
 ARCH = re.compile(r"(sm|compute)_(\d+)(\d)[af]?")
@@ -369,14 +371,14 @@ class Placement:
     Attributes:
         streamed: numbers of the layers that do not stay on the device.
         on_disk: those of them that host memory cannot hold.
-        buffers: on the first device, for streamed layers.
-        counts: of layers, by device.
+        buffers: on each device that streams layers.
+        runs: numbers of devices, and of layers that follow each other there; the first device has the first one.
     """
 
     streamed: Sequence[int]
     on_disk: Sequence[int]
     buffers: int
-    counts: Sequence[int] = ()
+    runs: Sequence[tuple[int, range]] = ()
 
 
 def choose_placement(
@@ -414,7 +416,7 @@ def choose_placement(
         streamed = consecutive_layers(total, total - count) if own_layers else streamed_layers(total, count)
         left = room - sum(size for i, size in enumerate(sizes) if i not in streamed)
         buffers = min(left // max(sizes), MOST_BUFFERS, len(streamed))
-        return Placement(streamed, choose_on_disk(streamed), max(buffers, BUFFERS), counts)
+        return Placement(streamed, choose_on_disk(streamed), max(buffers, BUFFERS), runs_of(counts))
 
     if host and not host.apart:
         fixed += host.needed
@@ -434,6 +436,62 @@ def choose_placement(
     )  # fmt: skip
 
 
+def runs_of(counts: Sequence[int]) -> list[tuple[int, range]]:
+    """By the number of each device's layers, run by run; the devices take turns."""
+    ends = list(accumulate(counts))
+    return [(run, numbers) for run, numbers in enumerate(map(range, [0, *ends], ends)) if numbers or run == 0]
+
+
+def spread(
+    alone: Placement,
+    sizes: Sequence[int],
+    rooms: Sequence[int],
+    caches: Sequence[int],
+    links: tuple[float, Sequence[float]],
+    host: Host | None = None,
+    gpu_layers: int | None = None,
+) -> Placement:
+    """Let all devices stream layers. They take turns, so that the next layers of one arrive while others compute.
+
+    Args:
+        alone: the first device streams.
+        sizes: as for `choose_placement`.
+        rooms: bytes for layers and their caches on each device.
+        caches: as for `choose_placement`.
+        links: bytes per second that reach the first device alone, and each one while all copy.
+        host: as for `choose_placement`.
+        gpu_layers: as for `choose_placement`.
+
+    Returns:
+        `alone`, if it is as fast, or if this machine's memory cannot hold all streamed layers.
+    """
+    count, (speed, speeds) = len(sizes), links
+    asked = None if gpu_layers is None else layers_on_gpu(gpu_layers, count)
+    shares = streams_by_device(count, max(sizes), max(caches), rooms, speeds, BUFFERS, asked)
+    if not shares:
+        return alone
+    seconds = max(some / one for (_, some), one in zip(shares, speeds, strict=True))
+    if alone.on_disk or FASTER * seconds > len(alone.streamed) / speed:
+        return alone
+    left = [
+        (room - held * max(caches)) // max(sizes) - (held - some)
+        for room, (held, some) in zip(rooms, shares, strict=True)
+        if some
+    ]
+    most = max(some for _, some in shares)
+    buffers = max(BUFFERS, min(*left, MOST_BUFFERS, most))
+    turns = -(-most // buffers)
+    parts = [-(-held * (turn + 1) // turns) + (-held * turn // turns) for turn in range(turns) for held, _ in shares]
+    runs = [(run % len(shares), numbers) for run, numbers in runs_of(parts)]
+    streamed = list[int]()
+    for device, (held, some) in enumerate(shares):
+        own = [layer for where, numbers in runs if where == device for layer in numbers]
+        streamed += [own[i] for i in streamed_layers(held, held - some)]
+    if host and host.needed + sum(sizes[i] for i in streamed) > host.memory:
+        return alone
+    return Placement(sorted(streamed), [], buffers, runs)
+
+
 def place_layers(
     model: Any,
     spans: Spans,
@@ -442,27 +500,31 @@ def place_layers(
     copies: Callable[[Any, int], CopyEngine],
     host: Host | None = None,
     form: Form = PLAIN,
-) -> Streamer | None:
+) -> list[Streamer]:
     """Transform layers, move resident ones to their devices, and start to stream the others.
 
     Args:
         model: on the host, its weights mapped or in memory.
-        spans: of all layers; the first device computes streamed ones.
+        spans: of all layers; layers on disk are the first device's.
         sizes: bytes of each layer in its form.
         placement: of its layers.
         copies: makes the copy engine.
         host: as for `choose_placement`.
         form: of the layers.
 
+    Returns:
+        One for each device that streams.
+
     Raises:
         ModelError: a layer cannot be written to the pack, or streamed.
     """
     layers, streamed, on_disk = list(decoder_layers(model)), placement.streamed, placement.on_disk
-    device, places = spans[0][0], [device for device, numbers in spans for _ in numbers]
+    places = [device for device, numbers in spans for _ in numbers]
     runs = _runs(model, layers, on_disk, host.folder) if host and on_disk and form is PLAIN else {}
     to_pack = [i for i in on_disk if i not in runs]
-    blocks, sources, console = list[Block](), list[Source](), Console(stderr=True)
-    pin = device if needs_pinning(device) else None
+    blocks, sources, console = dict[int, Block](), list[Source](), Console(stderr=True)
+    apart = needs_pinning(spans[0][0])
+    pins = apart
     steps = track(
         range(len(layers)), "Placing layers", console=console, transient=True,
         disable=not console.is_terminal or not (streamed or form is not PLAIN),
@@ -472,6 +534,7 @@ def place_layers(
         # Another version of transformers may have a layer's tensors in another order.
         about = f"{form.name} {model.dtype} {[layout(layer) for layer in layers]}"
         pack = Pack(host.folder, about, {i: sizes[i] for i in to_pack})
+    streamers = list[Streamer]()
     with ExitStack() as failed:  # closes what was opened, unless all is
         for i in steps:
             form.make(layers[i])
@@ -479,37 +542,39 @@ def place_layers(
                 layers[i].to(places[i])
                 continue
             if i in runs:
-                blocks.append(Block(layers[i], None, copy=False))
-                blocks[-1].lies_as(runs[i][0].size, runs[i][1])
+                blocks[i] = Block(layers[i], None, copy=False)
+                blocks[i].lies_as(runs[i][0].size, runs[i][1])
                 sources.append(runs[i][0])
             elif pack and i in on_disk:
-                blocks.append(Block(layers[i], None))
-                sources.append(pack.add(i, blocks[-1].host))
-                blocks[-1].host = None
+                blocks[i] = Block(layers[i], None)
+                sources.append(pack.add(i, blocks[i].host))
+                blocks[i].host = None
             else:
-                blocks.append(Block(layers[i], pin))
-                pin = blocks[-1].pinned_for  # none is asked for after a refusal
-            failed.callback(blocks[-1].close)
-        if not streamed:
-            return None
-        engine = copies(device, placement.buffers)
-        failed.callback(engine.close)
-        feeder, staging = None, None
-        apart = needs_pinning(device)
-        sent = {i for i, block in enumerate(blocks) if apart and block.host is not None and block.pinned_for is None}
-        if sources:
-            try:
-                staging = Staging(sources, device if needs_pinning(device) else None)
-            except OSError as error:
-                raise ModelError(f"layers cannot be streamed from disk: {error}") from error
-            failed.callback(staging.close)
-        if staging or sent:
-            feeder = Feeder(staging, engine, placement.buffers)
-            failed.callback(feeder.close)
-        moved = [layers[i] for i in streamed]
-        streamer = Streamer(moved, blocks, device, engine, feeder, placement.buffers, sent)
+                blocks[i] = Block(layers[i], places[i] if pins else None)
+                pins = blocks[i].pinned_for is not None  # none is asked for after a refusal
+            failed.callback(blocks[i].close)
+        for device in dict.fromkeys(places):
+            own = [i for i in streamed if places[i] == device]
+            if not own:
+                continue
+            engine = copies(device, placement.buffers)
+            failed.callback(engine.close)
+            feeder, staging = None, None
+            held = [blocks[i] for i in own]
+            sent = {k for k, block in enumerate(held) if apart and block.host is not None and block.pinned_for is None}
+            if sources:
+                try:
+                    staging = Staging(sources, device if apart else None)
+                except OSError as error:
+                    raise ModelError(f"layers cannot be streamed from disk: {error}") from error
+                failed.callback(staging.close)
+            if staging or sent:
+                feeder = Feeder(staging, engine, placement.buffers)
+                failed.callback(feeder.close)
+            moved = [layers[i] for i in own]
+            streamers.append(Streamer(moved, held, device, engine, feeder, placement.buffers, sent))
         failed.pop_all()
-    return streamer
+    return streamers
 
 
 def place_others(model: Any, device: Any, sends_rows: bool = False) -> None:

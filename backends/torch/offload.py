@@ -19,6 +19,7 @@ from edgespec.machine.system import read_buffer
 
 BUFFERS = 2  # enough to keep the copies or the computation busy all the time
 MOST_BUFFERS = 8  # where memory is left: more layers arrive while the draft model works
+PROBE = 2**26  # bytes of a copy that measures a link
 PIECE = 2**25  # bytes of a copy to a GPU, which small ones in the same direction wait for
 ALIGNMENT = 256  # bytes, of a tensor's start in a block
 
@@ -143,6 +144,26 @@ class CudaCopies:
 
     def close(self) -> None:
         self._stream.synchronize()
+
+
+def link_speeds(devices: Sequence[Any]) -> list[float]:
+    """
+    Returns:
+        Bytes per second that reach each GPU from pinned memory while all of them copy.
+    """
+    host = torch.empty(PROBE, dtype=torch.uint8, pin_memory=True)
+    timed = list[tuple[Any, Any]]()
+    for device in [*devices, *devices]:  # the first copies start up CUDA
+        with torch.cuda.device(device):
+            target = torch.empty(PROBE, dtype=torch.uint8, device=device)
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before.record()
+            target.copy_(host, non_blocking=True)
+            after.record()
+        timed.append((before, after))
+    for _, after in timed:
+        after.synchronize()
+    return [1000 * PROBE / before.elapsed_time(after) for before, after in timed[len(devices) :]]
 
 
 class Block:

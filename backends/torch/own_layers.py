@@ -29,11 +29,11 @@ class TorchOwnLayers(TorchBackend):
             ModelError: the target is recurrent, cannot leave out layers, or has none that stays on its device.
         """
         limits, layers = limits_of(target.capabilities), list(decoder_layers(target.model))
-        streamed = [layers.index(layer) for layer in target.streamer.layers] if target.streamer else []
+        streamed = [layers.index(layer) for streamer in target.streamers for layer in streamer.layers]
         kept = kept_layers(len(layers), streamed)
         shape = cache_shape(target.model.config.get_text_config(), session_cells(limits))
         cells = [Cells(target.spans, kept, shape[1:], target.dtype) for _ in range(sessions)]
-        super().__init__(target.model, target.vocab, limits, target.windows, cells, target.spans, None)
+        super().__init__(target.model, target.vocab, limits, target.windows, cells, target.spans)
         self.computing, self.content = target.computing, f"{target.content} {kept}"
         self._target, self._layers = target, torch.nn.ModuleList(shortened(layers, kept))
         with self._shortened():

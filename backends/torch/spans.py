@@ -1,4 +1,7 @@
-"""Layers on several devices: each computes a span of consecutive layers, the first one all that is in no layer, too."""
+"""Layers on several devices: each computes spans of consecutive layers, the first one all that is in no layer, too.
+
+Where all stream layers, they take turns: a device has several spans.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -47,8 +50,8 @@ class Cells:
             dtype: of the cells.
         """
         self.groups, self.by_layer = list[Any](), dict[int, Any]()
-        for device, numbers in spans:
-            held = [layer for layer in numbers if layer in layers]
+        for device in dict.fromkeys(device for device, _ in spans):
+            held = [layer for where, numbers in spans if where == device for layer in numbers if layer in layers]
             self.groups.append(torch.empty((len(held), *shape), dtype=dtype, device=device))
             self.by_layer |= zip(held, self.groups[-1], strict=True)
 
@@ -64,7 +67,7 @@ class Cells:
 
 
 def connect(layers: Sequence[Any], spans: Spans) -> None:
-    """Move the inputs of a further device's layers there, and the last layer's output to the first device."""
+    """Move the inputs of layers to their devices, and the last layer's output to the first device."""
     # What a pass has moved, by `id` and device. The input is held, too: if it were freed, another object could get its
     # `id`.
     moved = dict[tuple[int, Any], tuple[Any, Any]]()
@@ -72,14 +75,16 @@ def connect(layers: Sequence[Any], spans: Spans) -> None:
     def move(value: Any, device: Any) -> Any:
         if isinstance(value, tuple):
             return tuple(move(one, device) for one in value)
-        if not isinstance(value, torch.Tensor | Tree) or getattr(value, "device", None) == device:
+        if not is_elsewhere(value, device):
             return value
         if (key := (id(value), device)) not in moved:
             moved[key] = value, value.to(device)
         return moved[key][1]
 
     def enter(device: Any, layer: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return move(args, device), {name: move(value, device) for name, value in options.items()}
+        # States change from layer to layer, so that they are not kept.
+        states = [one.to(device) if is_elsewhere(one, device) else one for one in args[:1]]
+        return (*states, *move(args[1:], device)), {name: move(value, device) for name, value in options.items()}
 
     def leave(layer: Any, args: Any, output: Any) -> Any:
         found = move(output, first)
@@ -92,3 +97,7 @@ def connect(layers: Sequence[Any], spans: Spans) -> None:
             layers[i].register_forward_pre_hook(partial(enter, device), with_kwargs=True)
     if others:
         layers[-1].register_forward_hook(leave)
+
+
+def is_elsewhere(value: Any, device: Any) -> bool:
+    return isinstance(value, torch.Tensor | Tree) and getattr(value, "device", None) != device

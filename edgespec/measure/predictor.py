@@ -43,13 +43,16 @@ from edgespec.weights.plan import (
     layers_of_gpus,
     make_plan,
     places,
+    streams_by_device,
     two_digits,
+    usable,
 )
 from edgespec.weights.ring import can_stream
 from edgespec.weights.wired import CACHE_SHARE, free_memory, gpu_limit
 
 OF_BLOCKS = {number: (weights, size) for number, weights, size in BLOCKS.values()}
 BYTES_OF_FOUR_BITS = 4.5 / 8  # bytes of a weight with 4 bits in groups of 64, and scales
+BUFFERS = 2  # of a card for streamed layers, as there
 WORKSPACE = 1 << 29  # bytes of a card's memory for libraries, as in the engine for PyTorch
 ROWS = 512  # tokens of a prompt in a pass
 ROWS_TIMED = 64
@@ -498,7 +501,7 @@ def _mlx(asked: Asked, made: Prediction) -> Prediction:
 
 
 def _torch(asked: Asked, made: Prediction) -> Prediction:
-    """A folder whose layers are brought to 4 bits (nf4): cards compute all, the first one also what none holds."""
+    """A folder whose layers are brought to 4 bits (nf4): cards compute all, and stream what they cannot hold."""
     model, machine, (gpu, *more) = asked.model, asked.machine, asked.cards
     inside = [tensor for tensor in model.tensors if layer_of(tensor) >= 0]
     others = [tensor for tensor in model.tensors if layer_of(tensor) < 0]
@@ -506,11 +509,11 @@ def _torch(asked: Asked, made: Prediction) -> Prediction:
     drafts = sum(2 * sum(map(one.numbers, one.tensors)) for one in asked.small)
     layers = model.part(inside, BYTES_OF_FOUR_BITS).size
     layer = layers / model.layers
-    memory, fixed = int(gpu.free * (1 - SAFETY)), int(WORKSPACE + outside + drafts + asked.cells)
-    rooms = [int(one.free * (1 - SAFETY)) - WORKSPACE for one in more]
+    memory, fixed = usable(gpu, WORKSPACE), int(WORKSPACE + outside + drafts + asked.cells)
+    rooms = [usable(one, WORKSPACE) - WORKSPACE for one in more]
     caches = [model.cells(asked.options.context_length) // model.layers] * model.layers
     counts = layers_by_device([int(layer)] * model.layers, memory, fixed, rooms, caches)
-    first, shares = counts[0], [(count, one.name) for count, one in zip(counts, asked.cards, strict=True)]
+    first = counts[0]
     room = memory - fixed + sum(caches[first:])
     if room < 2 * layer:
         raise NoRoom(f"{gpu.name} has no room for two layers besides embeddings and draft")
@@ -519,18 +522,30 @@ def _torch(asked: Asked, made: Prediction) -> Prediction:
     if kept < first:
         if "output.weight" in names:  # the input embeddings stay in this machine's memory
             sent = sum(2 * model.numbers(one) for one in others if one.name == "token_embd.weight")
-        kept = max(0, min(first, int((room + sent) // layer)) - 2)  # two buffers
-    made.where = Where(engine=made.engine, placed=Placed.on(shares, model.layers, first - kept))
-    made.copied = (first - kept) * layer
-    made.streamed = max(0.0, made.copied - (machine.free * (1 - SAFETY) - MARGIN - sent))
+        kept = max(0, min(first, int((room + sent) // layer)) - BUFFERS)
+    streamed = [first - kept, *[0] * len(more)]
+    links = [one.link_speed for one in asked.cards]
+    here = machine.free * (1 - SAFETY) - MARGIN - sent
+    if more and kept < first and all(links):
+        rooms = [memory - fixed + sum(caches) + int(sent), *rooms]
+        shares = streams_by_device(model.layers, int(layer), caches[0], rooms, links, BUFFERS)
+        if shares and sum(some for _, some in shares) * layer <= here:
+            counts, streamed = [list(numbers) for numbers in zip(*shares, strict=True)]
+    placed = [(count, one.name) for count, one in zip(counts, asked.cards, strict=True)]
+    made.where = Where(engine=made.engine, placed=Placed.on(placed, model.layers, sum(streamed)))
+    made.copied = sum(streamed) * layer
+    made.streamed = max(0.0, made.copied - here)
     made.stays = layers - made.streamed + outside
     speeds = of_gpu(gpu, "torch")
     parts = [
         (model.part(others, 2.0), speeds),
-        *_by_gpu(model, inside, shares, machine, "torch", BYTES_OF_FOUR_BITS),
+        *_by_gpu(model, inside, placed, machine, "torch", BYTES_OF_FOUR_BITS),
     ]
     reads = [
-        (f"{gpu.name}: link_speed", made.copied, gpu.link_speed),
+        *(
+            (f"{one.name}: link_speed", some * layer, one.link_speed)
+            for one, some in zip(asked.cards, streamed, strict=True)
+        ),
         ("disk: speed", made.streamed, machine.disk.speed),
     ]
     return _timed(made, asked, parts, reads, speeds, 2.0)

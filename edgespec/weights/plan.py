@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, repeat
+from itertools import accumulate, pairwise, repeat
 from mmap import PAGESIZE
 
 from edgespec.errors import NoRoom
@@ -652,6 +652,53 @@ def layers_by_device(
     least = max(most, count - (count if asked is None else asked))
     first = next((first for first in range(least, count) if first + sum(others(first)) == count), count)
     return [first, *others(first)]
+
+
+def usable(gpu: Gpu, workspace: int) -> int:
+    """Bytes of a GPU's memory for this program, all that it uses included.
+
+    Args:
+        gpu: with memory of its own.
+        workspace: bytes that its libraries need, a part of what stays free.
+    """
+    return gpu.used + min(gpu.free, int(gpu.free * (1 - SAFETY)) + workspace)
+
+
+def streams_by_device(
+    count: int,
+    size: int,
+    cache: int,
+    rooms: Sequence[int],
+    speeds: Sequence[float],
+    buffers: int,
+    asked: int | None = None,
+) -> list[tuple[int, int]]:
+    """Divide layers among devices that all stream, in proportion to the speeds at which streamed layers arrive.
+
+    Args:
+        count: of layers.
+        size: bytes of the largest layer.
+        cache: bytes of the largest caches of a layer.
+        rooms: bytes for layers and their caches on each device.
+        speeds: bytes per second that reach each device while the others stream, too.
+        buffers: on each device that streams.
+        asked: as for `layers_by_device`.
+
+    Returns:
+        For each device its layers, and how many of them it streams; []: the rooms are too small.
+    """  # fmt: skip
+    ends = [end / sum(speeds) for end in accumulate(speeds)]
+    for total in range(1, count + 1) if asked is None else [count - asked]:
+        streamed = [stop - start for start, stop in pairwise(round(total * end) for end in (0, *ends))]
+        kept = [
+            (room - some * cache - (some > 0) * buffers * size) // (size + cache)
+            for room, some in zip(rooms, streamed, strict=True)
+        ]
+        if min(kept) >= 0 and sum(kept) >= count - total:
+            stops = [min(stop, count - total) for stop in accumulate(kept)]
+            stay = [stop - start for start, stop in pairwise((0, *stops))]
+            return [(some + more, more) for some, more in zip(stay, streamed, strict=True)]
+    return []
 
 
 def _whole_pages(tensors: Sequence[Tensor], page: int, by_rows: bool) -> dict[tuple[int, str], list[Extent]]:

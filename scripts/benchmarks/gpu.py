@@ -257,7 +257,7 @@ def measure(
     rate = copy_rate(device, layer, pin=pin) or copy_rate(device, layer, pin=False)
     model = random_model(shape | {"num_hidden_layers": layers}, dtype, device)
     backend = assemble(model, vocab, device, memory=memory, gpu=look(device), copies=copies, **options)
-    streamed = len(backend.streamer.blocks) if backend.streamer else 0
+    streamed = sum(len(one.blocks) for one in backend.streamers)
     rows, session = list[Row](), open_text(backend)
     for nodes in sizes:
         one, more = costs[nodes]
@@ -326,7 +326,7 @@ def layer_costs(
     for count in FEW:
         model = random_model(shape | {"num_hidden_layers": count}, dtype, device)
         backend = assemble(model, vocab, device, memory=None, gpu=look(device), copies=copies, **options)
-        if backend.streamer is not None:
+        if backend.streamers:
             raise UsageError(f"too little of the GPU's memory is free to measure computation on {count} layers")
         session = open_text(backend)
         few.append({nodes: time_trees(backend, session, nodes) for nodes in sizes})
