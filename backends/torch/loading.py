@@ -443,7 +443,7 @@ def runs_of(counts: Sequence[int]) -> list[tuple[int, range]]:
 
 
 def spread(
-    alone: Placement,
+    placement: Placement,
     sizes: Sequence[int],
     rooms: Sequence[int],
     caches: Sequence[int],
@@ -454,25 +454,25 @@ def spread(
     """Let all devices stream layers. They take turns, so that the next layers of one arrive while others compute.
 
     Args:
-        alone: the first device streams.
+        placement: where the first device streams.
         sizes: as for `choose_placement`.
         rooms: bytes for layers and their caches on each device.
         caches: as for `choose_placement`.
-        links: bytes per second that reach the first device alone, and each one while all copy.
+        links: bytes per second that reach the first device if it is the only one that copies, and each one if all copy.
         host: as for `choose_placement`.
         gpu_layers: as for `choose_placement`.
 
     Returns:
-        `alone`, if it is as fast, or if this machine's memory cannot hold all streamed layers.
+        `placement`, if that is nearly as fast, or if this machine's memory cannot hold all streamed layers.
     """
     count, (speed, speeds) = len(sizes), links
     asked = None if gpu_layers is None else layers_on_gpu(gpu_layers, count)
     shares = streams_by_device(count, max(sizes), max(caches), rooms, speeds, BUFFERS, asked)
     if not shares:
-        return alone
+        return placement
     seconds = max(some / one for (_, some), one in zip(shares, speeds, strict=True))
-    if alone.on_disk or FASTER * seconds > len(alone.streamed) / speed:
-        return alone
+    if placement.on_disk or FASTER * seconds > len(placement.streamed) / speed:
+        return placement
     left = [
         (room - held * max(caches)) // max(sizes) - (held - some)
         for room, (held, some) in zip(rooms, shares, strict=True)
@@ -488,7 +488,7 @@ def spread(
         own = [layer for where, numbers in runs if where == device for layer in numbers]
         streamed += [own[i] for i in streamed_layers(held, held - some)]
     if host and host.needed + sum(sizes[i] for i in streamed) > host.memory:
-        return alone
+        return placement
     return Placement(sorted(streamed), [], buffers, runs)
 
 
