@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from benchmarks.options import out_file
+from benchmarks.options import json_out
 from benchmarks.steps import run_apart
 from edgespec.errors import EdgespecError
 from edgespec.machine.files import write_whole
@@ -42,7 +42,7 @@ Examples:
 @click.argument("steps", nargs=-1, type=click.Choice([*STEPS]))
 @click.option("--device", default="cuda", type=click.Choice(["cuda", "cpu"]))
 @click.option("--gpu-memory", default="20G", metavar="SIZE", help="How much of the GPU's to use.")
-@out_file("--json", b"{", "bench-gpu.json")
+@json_out(b"{", default="bench-gpu.json")
 def command(steps: tuple[str, ...], device: str, gpu_memory: str, out: Path) -> None:
     """What no other machine than one with a CUDA GPU can tell, in less than ten minutes.
 

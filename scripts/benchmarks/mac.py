@@ -30,14 +30,16 @@ from edgespec.backends.mlx.memory import find_layout, plan_weights
 from edgespec.backends.mlx.streaming import SlotStore
 from edgespec.backends.mlx.words import new_words
 
+from benchmarks.mac_report import Report
 from benchmarks.made_up_mixture import Experts, write_mixture
 from benchmarks.to_try import Seen, equal_sizes, row_classes, seen_with
+from edgespec import __version__
 from edgespec.errors import EdgespecError
 from edgespec.loading.by_name import load_backend
 from edgespec.loading.timed_pass import time_pass
 from edgespec.loop.backend import Work
 from edgespec.loop.engines import LoadOptions, load_at_once
-from edgespec.machine.measurements import remember
+from edgespec.machine.measurements import processor_name, remember
 from edgespec.machine.memory import all_memory, available_memory, format_size
 from edgespec.machine.system import BLOCK, read_buffer
 from edgespec.machine.this_machine import Machine, this_machine
@@ -366,6 +368,18 @@ def pass_seconds(folder: Path, gguf: str) -> dict[str, dict[int, float]]:
         with suppress(EdgespecError), closing(way()) as backend:
             found[name] = {size: time_pass(backend, size).seconds for size in SIZES}
     return found
+
+
+def report(found: Sequence[Found], seconds: dict[str, dict[int, float]], answers: list[tuple[str, str, str]]) -> Report:
+    checks = [(one.name, one.good, one.text) for one in found]
+    return Report(
+        machine=processor_name(),
+        system=platform.platform(),
+        version=__version__,
+        checks=checks,
+        seconds=seconds,
+        answers=answers,
+    )
 
 
 def probing(folder: Path) -> Seen:

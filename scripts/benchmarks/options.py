@@ -36,14 +36,15 @@ def questions(path: Path, limit: int | None) -> list[str]:
     return [prompt.text for prompt in read_prompts(path, limit)]
 
 
-def out_file(name: str, about: bytes, default: str) -> Callable[[Any], Any]:
-    """An option for a file that is not there yet, or begins with `about`."""
+def json_out(about: bytes, default: str | None = None) -> Callable[[Any], Any]:
+    """`--json`: a file that is not there yet, or begins with `about`."""
 
-    def checked(context: click.Context, option: click.Parameter, path: Path) -> Path:
-        check_out(path, about, "such figures")
+    def checked(context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
+        if path:
+            check_out(path, about, "such figures")
         return path
 
-    return click.option(name, "out", type=PATH, default=default, callback=checked, help="Where all figures go.")
+    return click.option("--json", "out", type=PATH, default=default, callback=checked, help="Where all figures go.")
 
 
 class Number(click.FloatRange):

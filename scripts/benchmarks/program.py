@@ -4,7 +4,7 @@ from importlib import import_module
 
 import click
 
-COMMANDS = ("accuracy", "fuzz", "offload", "serve", "speeds")
+COMMANDS = ("accuracy", "fuzz", "measured", "offload", "serve", "speeds")
 
 
 class Bench(click.Group):
