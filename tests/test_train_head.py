@@ -52,8 +52,7 @@ from heads.training import (
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "train-head"
 CPU = torch.device("cpu")
-OF_ANY = ("--vocab", "128", "--epochs", "2", "--threads", "1")
-FEW = (*OF_ANY, "-n", "8", "--answers", "1", "--parallel", "4")
+FEW = ("--vocab", "128", "--epochs", "2", "-n", "8", "--answers", "1", "--parallel", "4")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -98,7 +97,7 @@ def school(tmp_path, precise):
     states = read_states(tmp_path / "states", samples, 4 * 32)
     ids = draft_vocabulary(samples, 100, 272)
     lessons = [lesson(sample, rows) for sample, rows in zip(samples, states, strict=True)]
-    return target, Frozen(target.embeddings, target.output[ids], None), samples, lessons, new_head(target, ids, 0)
+    return target, Frozen(target.embeddings, target.output[ids], None), samples, lessons, new_head(target, ids)
 
 
 def test_states_are_the_layers_inputs(school):
@@ -160,10 +159,10 @@ def test_the_loss_is_the_cross_entropy_with_the_target(school):
 
 def trainer_of(school, path: Path, epochs: int, held: Any = None, rate: float = 3e-3) -> Trainer:
     target, frozen, samples, lessons, _ = school
-    head = new_head(target, draft_vocabulary(samples, 100, 272), 0)
+    head = new_head(target, draft_vocabulary(samples, 100, 272))
     train = [one for sample, one in zip(samples, lessons, strict=True) if not sample.held_out]
     held = held or [one for sample, one in zip(samples, lessons, strict=True) if sample.held_out]
-    return Trainer(head, frozen, train, held, Settings(3, epochs, 2, rate, 0), path)
+    return Trainer(head, frozen, train, held, Settings(epochs, rate, steps=3, batch=2), path)
 
 
 def test_the_loss_falls_and_the_head_agrees_more_often(school, tmp_path):
@@ -332,13 +331,12 @@ def test_a_started_folder_goes_on(tiny_gguf, prompts, train, tmp_path):
     assert (code, shown) == (0, f"{out}: the head is trained already; remove the folder to train another\n")
 
 
-def test_a_folder_and_texts_as_they_are(train, prompts, tmp_path):
+def test_a_folder(train, prompts, tmp_path):
     target = save(tiny_model("qwen2"), tmp_path / "target")
-    code, shown, err = train(target, prompts, tmp_path / "head", "--as-is", "--ctx", "16", *OF_ANY)
+    (target / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }} {% endfor %}")
+    code, shown, err = train(target, prompts, tmp_path / "head", "--ctx", "128", *FEW)
     assert code == 0, err
     assert re.match(r"\d+ answers, \d{3} tokens; \d held out\n(step \d+ of \d\d: agreement .*\n)+$", shown)
-    lines = resume(tmp_path / "head" / "answers.jsonl", Line)
-    assert {line.start for line in lines} == {0}
     assert load_head(tmp_path / "head", 3).layers == [2, 1, 0]
     assert not list((tmp_path / "head").glob("*.gguf"))
 
@@ -347,7 +345,7 @@ def test_a_head_that_llama_cpp_cannot_feed_is_for_pytorch(train, prompts, tmp_pa
     model = tiny_model("qwen2", vocab_size=VOCAB, num_hidden_layers=4)
     weights = {name: weight.numpy() for name, weight in model.state_dict().items()}
     target = write_target(tmp_path / "tiny.gguf", model.config, weights)
-    code, _, err = train(target, prompts, tmp_path / "head", "--as-is", *OF_ANY)
+    code, _, err = train(target, prompts, tmp_path / "head", *FEW)
     assert code == 0, err
     assert "llama.cpp gives no inputs of layers for qwen2, so the head is for PyTorch only\n" in err
     assert load_head(tmp_path / "head", 4).layers == [2, 2, 1]
@@ -382,7 +380,6 @@ def test_the_file_of_a_head_has_the_whole_name_of_its_target():
         (["BAD", "PROMPTS", "OUT"], "BAD: is not a GGUF file"),
         (["TARGET", "PROMPTS", "OUT", "--gguf", "BAD"], "BAD: is not a GGUF file"),
         (["TARGET", "PROMPTS", "OUT", "--device", "gpu"], "device 'gpu' is not there"),
-        (["TARGET", "PROMPTS", "OUT", "--as-is"], "with --as-is the target answers nothing: leave out --answers"),
         (
             ["TARGET", "PROMPTS", "BEGUN", "--epochs", "9"],
             "BEGUN: was begun with epochs 2, and not 9: give the same, or another folder",
@@ -401,8 +398,7 @@ def test_bad_input_is_one_line(arguments, message, tiny_gguf, prompts, train, tm
     }  # fmt: skip
     if "BEGUN" in arguments:
         (tmp_path / "begun").mkdir()
-        options = {"answers": 1, "temperature": 0.7, "max_tokens": 8, "ctx": 2048, "parallel": 4, "memory": None}
-        options |= {"vocab": 128, "steps": 5, "epochs": 2, "batch": 4, "rate": None, "seed": 0, "as_is": False}
+        options = {"answers": 1, "max_tokens": 8, "ctx": 2048, "parallel": 4, "memory": None, "vocab": 128, "epochs": 2}
         options |= {"target": str(tiny_gguf), "texts": [str(prompts)], "kind": "edgespec head"}
         (tmp_path / "begun" / "training.json").write_text(json.dumps(options))
     more = [one for pair in zip(FEW[::2], FEW[1::2], strict=True) for one in pair if pair[0] not in arguments]

@@ -1,4 +1,4 @@
-"""Tokens that a head is trained on: a target's own answers to prompts, or given texts.
+"""Tokens that a head is trained on: a target's own answers to prompts.
 
 Each is one line of a JSONL file, so that a stopped run goes on.
 """
@@ -11,7 +11,6 @@ from typing import Any
 
 from benchmarks.turns import as_they_end
 from edgespec.errors import ContextFull
-from edgespec.loop.backend import Vocab
 from edgespec.loop.text import user_messages
 from edgespec.measure.json_lines import append, resume
 from edgespec.model import Model
@@ -24,7 +23,7 @@ Progress = Callable[[int, int], None]  # done, in all
 class Line:
     """
     Attributes:
-        number: of a prompt's answer, or of a text's piece.
+        number: of a prompt's answer.
         token_ids: as `Sample` has them.
         start: likewise.
     """
@@ -34,17 +33,12 @@ class Line:
     token_ids: list[int]
     start: int
 
-    def __post_init__(self) -> None:
-        numbers = isinstance(self.token_ids, list) and [self.number, self.start, *self.token_ids]
-        if not (isinstance(self.prompt, str) and numbers and all(type(one) is int for one in numbers)):
-            raise TypeError("a line has other fields")
-
 
 @dataclass(frozen=True, slots=True)
 class Sample:
     """
     Attributes:
-        token_ids: of a prompt and its answer, or of a given text.
+        token_ids: of a prompt and its answer.
         start: of the answer.
         greedy: the answer is that of temperature 0.
         held_out: not to be trained on.
@@ -106,16 +100,6 @@ def answer(
         done += 1
         progress(done, len(jobs))
     return too_long
-
-
-def keep_as_is(vocab: Vocab, texts: Sequence[str], path: Path, length: int) -> None:
-    """Write the texts, in pieces of at most `length` tokens, where `path` does not have them."""
-    there = {(line.prompt, line.number) for line in resume(path, Line)}
-    for text in dict.fromkeys(texts):
-        ids = vocab.encode(text, add_bos=True, parse_special=True)
-        for number, first in enumerate(range(0, len(ids), length)):
-            if (text, number) not in there:
-                append(path, Line(text, number, ids[first : first + length], 0))
 
 
 def read_samples(path: Path) -> Iterator[Sample]:
