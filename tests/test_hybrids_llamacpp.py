@@ -22,10 +22,8 @@ from edgespec.backends.llamacpp.backend import LlamaBackend
 from edgespec.backends.llamacpp.engine import load
 from hybrid_files import ARCHITECTURES, write_hybrid
 from test_lossless_llamacpp import SAMPLINGS, loaded, write
-from test_made_up import tokenizer  # noqa: F401, a fixture
 from test_offload_llamacpp import least_memory
 
-from benchmarks.made_up import Shape, write_made_up
 from edgespec.errors import Interrupted, UsageError
 from edgespec.lab.lookahead import LookaheadPlanner
 from edgespec.loop.backend import Work
@@ -41,7 +39,7 @@ from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.weights import ring
 
-Q4_1 = 3
+Q4_1, Q8_0 = 3, 7
 PROMPT = [*range(5, 25), *range(5, 17)]  # with something to copy
 streaming = pytest.mark.skipif(not ring.can_stream(this_machine()), reason="weights are streamed on Linux and macOS")
 x86_only = pytest.mark.skipif(platform.machine() != "x86_64", reason="the kernels of other machines were not measured")
@@ -181,19 +179,23 @@ def test_what_is_owed_is_brought_on_within_the_pass(granite: Path, monkeypatch: 
 
 
 @pytest.fixture(scope="module")
-def made_up(tokenizer: Path, folder: Path) -> Path:  # noqa: F811
-    shape = Shape(layers=8, width=256, feed_forward=512, heads=4, kv_heads=2, vocab=100, hybrid=4)
-    write_made_up(folder / "made-up.gguf", shape, tokenizer, lambda done, total: None)
-    return folder / "made-up.gguf"
+def large(folder: Path) -> Path:
+    """With layers that can be streamed."""
+    sizes = {"LAYERS": 8, "ATTENTION": (3, 7), "WIDTH": 256, "HIDDEN": 512, "INNER": 512, "HEAD": 64, "STATE": 128}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, size in sizes.items():
+            patch.setattr(f"hybrid_files.{name}", size)
+        whole = write_hybrid(folder / "large.gguf", "granitehybrid")
+    return quantised(whole, folder / "large-q8.gguf", Q8_0)
 
 
 @streaming
-def test_streamed_weights_give_the_same_logits(made_up: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streamed_weights_give_the_same_logits(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edgespec.machine.memory.private_memory", lambda: 0)
     options: dict[str, Any] = {"context_length": 256, "threads": 1, "budget": 16}
     with (
-        closing(load(str(made_up), memory=least_memory(made_up, **options), **options)) as streamed,
-        closing(load(str(made_up), resident=True, repack=False, **options)) as resident,  # not repacked: other kernels
+        closing(load(str(large), memory=least_memory(large, **options), **options)) as streamed,
+        closing(load(str(large), resident=True, repack=False, **options)) as resident,  # not repacked: other kernels
     ):
         assert len(streamed.streamer.plan.streamed) >= 4
         tree, tokens = np.array([-1, 0, 0, 1, 2, 4], np.int32), np.arange(30, 36, dtype=np.int32)
@@ -306,11 +308,11 @@ def test_llama_cpp_ends_no_pass_of_a_recurrent_model_within_a_layer(
 
 
 @streaming
-def test_a_streamed_pass_is_interrupted_within_a_layer(made_up: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_streamed_pass_is_interrupted_within_a_layer(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts are read again then, for states may lie where their contents are not yet."""
     monkeypatch.setattr("edgespec.machine.memory.private_memory", lambda: 0)
     options: dict[str, Any] = {"context_length": 256, "threads": 1, "budget": 16, "sessions": 3}
-    with closing(load(str(made_up), memory=least_memory(made_up, **options), **options)) as target:
+    with closing(load(str(large), memory=least_memory(large, **options), **options)) as target:
         (one, other), entered, nodes = two_texts(target), target.streamer.enter, np.arange(4, dtype=np.int32)
 
         def enter(layer: int) -> None:
@@ -326,14 +328,14 @@ def test_a_streamed_pass_is_interrupted_within_a_layer(made_up: Path, monkeypatc
 
 
 @streaming
-def test_states_are_in_the_plan(made_up: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_are_in_the_plan(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More paths and more sessions need more memory."""
     monkeypatch.setattr("edgespec.machine.memory.private_memory", lambda: 0)
     options: dict[str, Any] = {"context_length": 256, "threads": 1}
     state = 4 * 512 * 128 * 6  # bytes, of the layers that are recurrent
-    one, two = (least_memory(made_up, budget=16, sessions=count, **options) for count in (1, 2))
+    one, two = (least_memory(large, budget=16, sessions=count, **options) for count in (1, 2))
     assert two - one > 10 * state
-    assert least_memory(made_up, budget=16, **options) - least_memory(made_up, budget=1, **options) > 6 * state
+    assert least_memory(large, budget=16, **options) - least_memory(large, budget=1, **options) > 6 * state
 
 
 def test_many_sessions_have_fewer_paths(granite: Path) -> None:

@@ -18,8 +18,7 @@ NOISE = 65521  # number of random blocks, which repeat; a prime, so that hardly 
 UNUSED = 5  # llama_token_type in llama.h
 Q4_K_S = 14  # llama_ftype in llama.h
 CONTEXT = 8192
-STATE, STATE_HEAD, WINDOW = 128, 64, 4  # of a recurrent layer: numbers of a state, of a head, tokens of a convolution
-SLOW = -0.5  # how fast states fade
+ARCHITECTURE = "llama"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +26,6 @@ class Shape:
     """
     Attributes:
         vocab: number of tokens, or the tokenizer's, if that is more.
-        hybrid: every n-th layer has attention, others a recurrent state (Mamba 2); 0: all have attention.
     """
 
     layers: int = 80
@@ -36,10 +34,6 @@ class Shape:
     heads: int = 64
     kv_heads: int = 8
     vocab: int = 128256
-    hybrid: int = 0
-
-    def has_attention(self, layer: int) -> bool:
-        return not self.hybrid or layer % self.hybrid == self.hybrid - 1
 
     def check(self) -> None:
         """
@@ -49,8 +43,6 @@ class Shape:
         for name in ("layers", "width", "feed_forward", "heads", "kv_heads", "vocab"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name.replace('_', ' ')} is {getattr(self, name)}, but must be at least 1")
-        if self.hybrid < 0 or self.hybrid > self.layers:
-            raise UsageError(f"hybrid is {self.hybrid}, but must be from 0 to {self.layers}, the number of layers")
         if self.width % BLOCK or self.feed_forward % BLOCK:
             raise UsageError(f"width and feed forward must be multiples of {BLOCK}: the block size of Q4_K")
         if self.width % self.heads or self.width // self.heads % 2 or self.heads % self.kv_heads:
@@ -98,7 +90,7 @@ def write_made_up(out: Path, shape: Shape, tokenizer: Path, progress: Callable[[
         EdgespecError: the disk has too little room, or cannot be written.
         MissingPackage: gguf is not installed.
     """
-    gguf = import_gguf()
+    types = import_gguf().GGMLQuantizationType
     shape.check()
     check_out(out)
     found = read_gguf(tokenizer, weights=False).metadata
@@ -112,15 +104,15 @@ def write_made_up(out: Path, shape: Shape, tokenizer: Path, progress: Callable[[
     if scores := metadata.get("tokenizer.ggml.scores"):
         metadata["tokenizer.ggml.scores"] = scores + [0.0] * (vocab - len(tokens))
 
-    kinds_of = {True: gguf.GGMLQuantizationType.Q4_K, False: gguf.GGMLQuantizationType.F32}
     blocks = cache(_blocks)
     planned = [
-        Planned(name, kinds_of[_in_blocks(sizes)], _in_bytes(sizes), partial(_weights, name, sizes, blocks))
-        for name, sizes in _tensors(shape, vocab)
+        Planned(name, types.Q4_K, (rows, columns // BLOCK * BLOCK_BYTES), partial(_matrix, rows, columns, blocks))
+        if rows
+        else Planned(name, types.F32, (4 * columns,), partial(_ones, columns))
+        for name, rows, columns in _tensors(shape, vocab)
     ]
-    architecture = "granitehybrid" if shape.hybrid else "llama"
-    values = _values(shape, architecture) | metadata
-    return write_planned(out, architecture, planned, lambda writer: add_values(writer, values), progress)
+    values = _values(shape) | metadata
+    return write_planned(out, ARCHITECTURE, planned, lambda writer: add_values(writer, values), progress)
 
 
 def write_planned(
@@ -170,73 +162,44 @@ def add_values(writer: Any, values: Mapping[str, Any]) -> None:
         add[type(value)](key, value)
 
 
-def _values(shape: Shape, architecture: str) -> dict[str, Any]:
-    heads: Any = shape.kv_heads
-    found: dict[str, Any] = {}
-    if shape.hybrid:
-        heads = [shape.kv_heads if shape.has_attention(layer) else 0 for layer in range(shape.layers)]
-        found = {
-            "ssm.conv_kernel": WINDOW, "ssm.inner_size": 2 * shape.width, "ssm.state_size": STATE,
-            "ssm.time_step_rank": 2 * shape.width // STATE_HEAD, "ssm.group_count": 1,
-        }  # fmt: skip
-    found |= {
+def _values(shape: Shape) -> dict[str, Any]:
+    found = {
         "block_count": shape.layers, "context_length": CONTEXT, "embedding_length": shape.width,
         "feed_forward_length": shape.feed_forward, "attention.head_count": shape.heads,
-        "attention.head_count_kv": heads, "attention.layer_norm_rms_epsilon": 1e-5,
+        "attention.head_count_kv": shape.kv_heads, "attention.layer_norm_rms_epsilon": 1e-5,
         "rope.dimension_count": shape.width // shape.heads, "rope.freq_base": 500000.0,
     }  # fmt: skip
     about = {"general.name": "made up", "general.file_type": Q4_K_S}
-    return about | {f"{architecture}.{key}": value for key, value in found.items()}
+    return about | {f"{ARCHITECTURE}.{key}": value for key, value in found.items()}
 
 
-def _tensors(shape: Shape, vocab: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    keys = shape.width // shape.heads * shape.kv_heads
-    yield "output.weight", (vocab, shape.width)
-    yield "output_norm.weight", (shape.width,)
-    yield "token_embd.weight", (vocab, shape.width)
-    attention = [
-        ("attn_k.weight", (keys, shape.width)),
-        ("attn_norm.weight", (shape.width,)),
-        ("attn_output.weight", (shape.width, shape.width)),
-        ("attn_q.weight", (shape.width, shape.width)),
-        ("attn_v.weight", (keys, shape.width)),
-    ]
-    inner = 2 * shape.width
-    mixed, heads = inner + 2 * STATE, inner // STATE_HEAD
-    recurrent = [
-        ("attn_norm.weight", (shape.width,)),
-        ("ssm_a", (heads, 1)),
-        ("ssm_conv1d.bias", (mixed,)),
-        ("ssm_conv1d.weight", (mixed, WINDOW)),
-        ("ssm_d", (heads, 1)),
-        ("ssm_dt.bias", (heads,)),
-        ("ssm_in.weight", (inner + mixed + heads, shape.width)),
-        ("ssm_norm.weight", (1, inner)),
-        ("ssm_out.weight", (shape.width, inner)),
-    ]
-    feed_forward = [
-        ("ffn_down.weight", (shape.width, shape.feed_forward)),
-        ("ffn_gate.weight", (shape.feed_forward, shape.width)),
-        ("ffn_norm.weight", (shape.width,)),
-        ("ffn_up.weight", (shape.feed_forward, shape.width)),
-    ]
+def _tensors(shape: Shape, vocab: int) -> Iterator[tuple[str, int, int]]:
+    """Names, rows and columns; a vector has no rows."""
+    width, keys, inner = shape.width, shape.width // shape.heads * shape.kv_heads, shape.feed_forward
+    yield "output.weight", vocab, width
+    yield "output_norm.weight", 0, width
+    yield "token_embd.weight", vocab, width
     for layer in range(shape.layers):
-        for name, sizes in [*(attention if shape.has_attention(layer) else recurrent), *feed_forward]:
-            yield f"blk.{layer}.{name}", sizes
+        for name, rows, columns in (
+            ("attn_k", keys, width),
+            ("attn_norm", 0, width),
+            ("attn_output", width, width),
+            ("attn_q", width, width),
+            ("attn_v", keys, width),
+            ("ffn_down", width, inner),
+            ("ffn_gate", inner, width),
+            ("ffn_norm", 0, width),
+            ("ffn_up", inner, width),
+        ):
+            yield f"blk.{layer}.{name}.weight", rows, columns
 
 
-def _in_blocks(sizes: tuple[int, ...]) -> bool:
-    return len(sizes) == 2 and sizes[0] > 1 and sizes[1] % BLOCK == 0
+def _ones(count: int) -> Bytes:
+    return np.ones(count, np.float32).view(np.uint8)
 
 
-def _in_bytes(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    return (*sizes[:-1], sizes[-1] // BLOCK * BLOCK_BYTES if _in_blocks(sizes) else 4 * sizes[-1])
-
-
-def _weights(name: str, sizes: tuple[int, ...], blocks: Callable[[int], Bytes]) -> Bytes:
-    if _in_blocks(sizes):
-        return np.resize(blocks(sizes[1]), (sizes[0] * sizes[1] // BLOCK, BLOCK_BYTES))
-    return np.full(sizes, SLOW if name.endswith("ssm_a") else 1, np.float32).view(np.uint8)
+def _matrix(rows: int, columns: int, blocks: Callable[[int], Bytes]) -> Bytes:
+    return np.resize(blocks(columns), (rows * columns // BLOCK, BLOCK_BYTES))
 
 
 def _blocks(columns: int) -> Bytes:
