@@ -78,7 +78,7 @@ def test_a_row_class_that_is_asked_for_is_found_where_the_processor_attends(
 def test_cells_of_a_gpus_layers_lie_in_memory_with_their_attention(smollm2_tiny: Path) -> None:
     plan = planned(smollm2_tiny, "narrow")
     with engine.probe_model(str(smollm2_tiny), plan.ways[-1] | {"kv_type": "f16"}, watched=True) as probe:
-        found = probe.watch._watched.operations(probe.context, whole=True)  # type: ignore[attr-defined]
+        found = probe.watch.operations(probe.context, whole=True)  # type: ignore[attr-defined]
         places = {(operation_at(one).op, is_here(one)) for one in found}
     assert (b"FLASH_ATTN_EXT", False) not in places
     assert {(b"FLASH_ATTN_EXT", True), (b"SET_ROWS", True), (b"MUL_MAT", False)} <= places

@@ -8,7 +8,8 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from edgespec.errors import ContextFull
-from edgespec.loop.backend import Backend, Session, Work
+from edgespec.loop.backend import Backend, Capabilities, Session, Work
+from edgespec.loop.passes import check_batch
 from edgespec.loop.sampling import Float32Array
 from edgespec.loop.session_files import Details, Loaded, Saved, damaged, read, write
 from edgespec.loop.shapes import PromptRead
@@ -166,6 +167,13 @@ class NodeSession:
         """Write the engine's bytes of a session's file."""
 
     def _load_cells(self, path: str | Path, saved: Saved, details: Any) -> None: ...
+
+
+def checked(batch: Sequence[Work], limits: Capabilities) -> tuple[list[Any], list[list[int]]]:
+    """The sessions of a pass's works, and the positions of each work's nodes; errors as for `NodeSession.check`."""
+    check_batch(batch, limits)
+    sessions: list[Any] = [work.session for work in batch]
+    return sessions, [session.check(work) for session, work in zip(sessions, batch, strict=True)]
 
 
 def last_rows(

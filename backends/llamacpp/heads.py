@@ -15,13 +15,13 @@ import numpy as np
 from edgespec.errors import ModelError
 from edgespec.loop.backend import Capabilities, GivesStates, Logits, Work
 from edgespec.loop.engines import LoadOptions
-from edgespec.loop.passes import check_batch, common_prefix
+from edgespec.loop.passes import common_prefix
 from edgespec.loop.sampling import Float32Array
 from edgespec.loop.session_files import content_of
 
 from ..common.heads import HeadSession
 from ..common.interrupts import one_pass
-from ..common.nodes import NodeSession
+from ..common.nodes import NodeSession, checked
 from ..common.row_logits import RowLogits
 from .backend import LlamaBackend
 from .cells import Rows
@@ -208,9 +208,7 @@ class LlamaAssistant(LlamaHead):
     @one_pass
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
         self._check_open()
-        check_batch(batch, self.capabilities)
-        sessions = [cast(AssistantSession, work.session) for work in batch]
-        placed = [session.check(work) for session, work in zip(sessions, batch, strict=True)]
+        sessions, placed = checked(batch, self.capabilities)
         rows, found, states = Rows([], [], [], []), list[Logits](), list[Float32Array]()
         try:
             for session, work, positions in zip(sessions, batch, placed, strict=True):

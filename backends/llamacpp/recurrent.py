@@ -15,15 +15,14 @@ cells follow those of `text`, so with `in_order` accepted tokens of other paths 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from edgespec.errors import Interrupted, UsageError, undone
 from edgespec.loop.backend import Capabilities, Logits, Work
-from edgespec.loop.passes import check_batch
 from edgespec.loop.session_files import Saved
 from edgespec.loop.shapes import TILE
 
-from ..common.nodes import NodeSession
+from ..common.nodes import NodeSession, checked
 from ..common.paths import (
     KEPT_STATES,
     MOST_PATHS,
@@ -318,9 +317,7 @@ class LlamaRecurrentSession(NodeSession):
 
 def forward_recurrent(backend: Owner, batch: Sequence[Work], most_rows: int) -> list[Logits]:
     """See `edgespec.loop.backend.Backend`; one call of llama.cpp takes at most `most_rows` rows."""
-    check_batch(batch, backend.capabilities)
-    sessions = [cast(LlamaRecurrentSession, work.session) for work in batch]
-    positions = [session.check(work) for session, work in zip(sessions, batch, strict=True)]
+    sessions, positions = checked(batch, backend.capabilities)
     streams, reading = reads_weights(backend.capabilities), any(work.prompt for work in batch)
     if not streams and not reading:
         most_rows = min(most_rows, TILE - 1)  # attention over more rows adds up tiles, which rounds differently

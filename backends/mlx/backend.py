@@ -14,7 +14,7 @@ Cells outside a window stay, so a session can be rewound.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx_lm
@@ -25,7 +25,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from edgespec.errors import Closed, ModelError, UsageError, check_whole, failing_as, undone
 from edgespec.loop.backend import Capabilities, Logits, Placed, Vocab, Work
 from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress
-from edgespec.loop.passes import check_batch, shape_of
+from edgespec.loop.passes import shape_of
 from edgespec.loop.sampling import Float32Array, IdArray, Scores
 from edgespec.loop.session_files import content_of, identity_of
 from edgespec.loop.shapes import ALWAYS, BatchInvariance, RowClass, also_wanted
@@ -42,7 +42,7 @@ from ..common.hf_vocab import HfVocab, load_vocab
 from ..common.interrupts import Interruptible, Stop, interruptible, one_pass
 from ..common.loader import loader
 from ..common.model_folder import content_files, experts_of, named, refused
-from ..common.nodes import is_another, last_row, rows_of_tree
+from ..common.nodes import checked, is_another, last_row, rows_of_tree
 from ..common.row_logits import HostLogits
 from .experts import Mixture
 from .head_files import head_bytes
@@ -252,9 +252,7 @@ class MlxBackend(Interruptible):
     @one_pass
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
         self._check_open()
-        check_batch(batch, self.capabilities)
-        sessions = [cast(MlxSession, work.session) for work in batch]
-        positions = [session.check(work) for work, session in zip(batch, sessions, strict=True)]
+        sessions, positions = checked(batch, self.capabilities)
         with interruptible(sessions, self.stop):
             self.stop.check()
             for session in sessions:

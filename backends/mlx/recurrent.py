@@ -7,13 +7,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
+from numpy.typing import NDArray
 
 from edgespec.loop.backend import Work
 
 from ..common.recurrent import Rectangle, RecurrentSession, RecurrentStates
 from .session import ArrayDetails, Form, MlxOwner, MlxSession, form_of
-from .tree import TreeCache
+from .tree import Masks, TreeCache
 
 State = list[Any]  # arrays [1, ...], or None, as many as mlx-lm's caches have
 
@@ -45,7 +47,7 @@ def sizes_of(model: Any) -> tuple[int, int, int]:
     return sum(buffer.nbytes // buffer.shape[2] for buffer in buffers), item, state
 
 
-class Lanes:
+class Lanes(Masks):
     """
     Attributes:
         starts: first position of each lane.
@@ -60,26 +62,16 @@ class Lanes:
             parents: of all uncommitted nodes of the session.
             length: committed tokens.
         """
+        super().__init__(length + len(parents), rectangle.width, rectangle.in_order)
         self.starts = mx.array(rectangle.positions[:, 0], dtype=mx.int32)
-        self.start, self.end = length + rectangle.first, length + len(parents)
+        self.start = length + rectangle.first
         self.rows = mx.array(rectangle.rows)
         self._rectangle, self._parents, self._length = rectangle, parents, length
-        self._masks: dict[int | None, Any] = {}
 
-    def mask(self, window: int | None, as_array: bool) -> Any:
-        """
-        Returns:
-            The mask for mlx-lm's attention: None (all), "causal", or booleans [lanes, 1, width, end].
-        """
-        if window is not None and self.end <= window:
-            window = None
-        here = self._rectangle
-        if here.in_order and window is None and (here.width == 1 or not as_array):
-            return None if here.width == 1 else "causal"
-        if window not in self._masks:
-            seen = here.sees(self._parents, self._length, window)
-            self._masks[window] = mx.array(seen.reshape(len(here.lanes), 1, here.width, self.end))
-        return self._masks[window]
+    def visible(self, window: int | None) -> NDArray[np.bool_]:
+        """[lanes, 1, width, end]."""
+        seen = self._rectangle.sees(self._parents, self._length, window)
+        return seen.reshape(len(self._rectangle.lanes), 1, self.width, self.end)
 
 
 class LaneCache(TreeCache):
@@ -93,8 +85,7 @@ class LaneCache(TreeCache):
         self._make(keys[:1], values[:1])
         here = cast(Lanes, self.lanes)
         if here.end > here.start:
-            self.keys[..., here.start : here.end, :] = _new(keys, here.rows)
-            self.values[..., here.start : here.end, :] = _new(values, here.rows)
+            self.put(_new(keys, here.rows), _new(values, here.rows), here.start, here.end)
         return _for_all(self.keys, here.end, len(keys)), _for_all(self.values, here.end, len(values))
 
     def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Any:

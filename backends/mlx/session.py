@@ -98,8 +98,7 @@ class MlxSession(NodeSession):
         moved = [(cache.keys[..., index, :], cache.values[..., index, :]) for cache in self.caches]
         mx.eval(moved)  # then nothing else holds the buffers, and MLX writes in place
         for cache, (keys, values) in zip(self.caches, moved, strict=True):
-            cache.keys[..., start:end, :] = keys
-            cache.values[..., start:end, :] = values
+            cache.put(keys, values, start, end)
         mx.eval(self.state)
 
     def _copy_cells(self, other: Self) -> None:
@@ -115,7 +114,8 @@ class MlxSession(NodeSession):
 
     def _fill(self, details: ArrayDetails, arrays: Iterator[Any]) -> None:
         for cache in self.caches[: details.buffers // 2]:
-            cache.fill(next(arrays), next(arrays))
+            keys = next(arrays)
+            cache.put(keys, next(arrays), 0, keys.shape[2])
         mx.eval(self.state)
 
     def _details(self) -> ArrayDetails:

@@ -5,7 +5,6 @@ The graphs of all works are made first, and then computed layer by layer, so tha
 experts are read (`experts.py`), a work's router must be computed before its graph goes on: works are computed in turn.
 """
 
-from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -23,7 +22,6 @@ from edgespec.machine.system import HUGE, wish_huge_pages
 from edgespec.weights.direct_io import ALIGNED, DirectFiles
 from edgespec.weights.open_files import Store
 from edgespec.weights.plan import Extent, Layer, Plan, Tensor
-from edgespec.weights.preload import warm
 from edgespec.weights.ring import Streamer
 
 from ..common.interrupts import Stop
@@ -87,17 +85,9 @@ class SlotStore(Store):
         Raises:
             OSError: a file cannot be read.
         """
-        order = sorted(range(len(tensors)), key=lambda i: (tensors[i].file, tensors[i].start))
         arrays = [new_words(tensor.size) for tensor in tensors]
-        starts = [(tensors[i].file, tensors[i].start) for i in order]
-        places = [address(arrays[i]) for i in order]
-
-        def read(piece: Extent) -> None:
-            at = bisect_right(starts, (piece.file, piece.start)) - 1
-            self._direct.read(piece.file, places[at] + piece.start - starts[at][1], piece.start, piece.stop)
-
-        extents = [tensor.extent for tensor in tensors]
-        warm(extents, read, progress)
+        places = {tensor.extent: address(array) for tensor, array in zip(tensors, arrays, strict=True)}
+        self._direct.fill(places, progress)
         return arrays
 
     def read(self, slot: int, layer: Layer, extent: Extent, start: int, stop: int) -> None:

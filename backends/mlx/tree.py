@@ -3,6 +3,7 @@
 Ropes get the nodes' positions instead of an offset, caches return masks of trees, and the head gets only wanted rows.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, cast
@@ -15,12 +16,42 @@ from numpy.typing import NDArray
 from edgespec.loop.tree import ancestor_mask, depths
 
 
-class Pass:
+class Masks(ABC):
+    """Masks of one pass for mlx-lm's attention, by windows.
+
+    Attributes:
+        end: the cell after the last that is seen.
+        width: tokens of a row.
+        in_order: each token sees exactly those before it.
+    """
+
+    def __init__(self, end: int, width: int, in_order: bool) -> None:
+        self.end, self.width, self.in_order = end, width, in_order
+        self._masks: dict[int | None, Any] = {}
+
+    def mask(self, window: int | None, as_array: bool) -> Any:
+        """
+        Returns:
+            None (all), "causal", or booleans.
+        """
+        if window is not None and self.end <= window:
+            window = None
+        if self.in_order and window is None and (self.width == 1 or not as_array):
+            return None if self.width == 1 else "causal"
+        if window not in self._masks:
+            self._masks[window] = mx.array(self.visible(window))
+        return self._masks[window]
+
+    @abstractmethod
+    def visible(self, window: int | None) -> NDArray[np.bool_]:
+        """True where a token sees a cell."""
+
+
+class Pass(Masks):
     """Positions and cells of one pass's nodes; mlx-lm passes it from a cache's `offset` to the ropes.
 
     Attributes:
         start, end: cells of the new nodes are those from `start` to `end` - 1.
-        is_chain: the uncommitted nodes are one path.
         levels: each position, with the indices of the new nodes there.
         level_order: place of each new node in the concatenated `levels`.
         positions: of the new nodes, shape [n].
@@ -33,11 +64,11 @@ class Pass:
             first: number of the first new node.
             length: committed tokens.
         """
-        self.start, self.end = length + first, length + len(parents)
-        self.is_chain = list(parents) == list(range(-1, len(parents) - 1))
+        is_chain = list(parents) == list(range(-1, len(parents) - 1))
+        super().__init__(length + len(parents), len(parents) - first, is_chain)
+        self.start = length + first
         self._parents, self._first, self._length = parents, first, length
         self._positions: NDArray[np.int64] = length + depths(parents).astype(np.int64)
-        self._masks: dict[int | None, mx.array] = {}
 
     def __eq__(self, other: object) -> bool:
         raise TypeError("positions are needed outside the rotary embedding")
@@ -58,23 +89,8 @@ class Pass:
     def level_order(self) -> Any:
         return mx.array(np.argsort(np.argsort(self._positions[self._first :], kind="stable")))
 
-    def mask(self, window: int | None, as_array: bool) -> Any:
-        """
-        Returns:
-            The mask for mlx-lm's attention: None (all), "causal", or booleans [n, end].
-        """
-        if window is not None and self.end <= window:
-            window = None
-        if self.is_chain and window is None:
-            if self.end - self.start == 1:
-                return None
-            if not as_array:
-                return "causal"
-        if window not in self._masks:
-            self._masks[window] = mx.array(self.visible(window))
-        return self._masks[window]
-
     def visible(self, window: int | None) -> NDArray[np.bool_]:
+        """[n, end]."""
         new = self._positions[self._first :]
         visible = np.ones((len(new), self.end), np.bool_)
         visible[:, self._length :] = ancestor_mask(self._parents)[self._first :]
@@ -95,7 +111,7 @@ class TreeRope(nn.Module):  # type: ignore[misc]
     def __call__(self, x: Any, offset: Any = 0) -> Any:
         if not isinstance(offset, Pass):
             return self.rope(x, offset=offset)
-        if self._takes_array and offset.is_chain:
+        if self._takes_array and offset.in_order:
             return self.rope(x, offset=offset.start)
         nodes = x.transpose(2, 1, 0, 3)
         if self._takes_array:
@@ -137,10 +153,8 @@ class TreeCache:
         self._window = window
 
     def update_and_fetch(self, keys: Any, values: Any) -> tuple[Any, Any]:
-        self._make(keys, values)
         here = cast(Pass, self.offset)
-        self.keys[..., here.start : here.end, :] = keys
-        self.values[..., here.start : here.end, :] = values
+        self.put(keys, values, here.start, here.end)
         return self.keys[..., : here.end, :], self.values[..., : here.end, :]
 
     def _make(self, keys: Any, values: Any) -> None:
@@ -149,21 +163,20 @@ class TreeCache:
                 mx.zeros((*new.shape[:2], self._capacity, new.shape[3]), new.dtype) for new in (keys, values)
             )
 
-    def fill(self, keys: Any, values: Any) -> None:
+    def put(self, keys: Any, values: Any, start: int, end: int) -> None:
+        """Fill cells."""
         self._make(keys, values)
-        self.keys[..., : keys.shape[2], :] = keys
-        self.values[..., : values.shape[2], :] = values
+        self.keys[..., start:end, :] = keys
+        self.values[..., start:end, :] = values
 
     def take(self, other: "TreeCache", start: int, end: int) -> None:
         """Copy cells of another cache of this layer."""
-        self._make(other.keys, other.values)
-        self.keys[..., start:end, :] = other.keys[..., start:end, :]
-        self.values[..., start:end, :] = other.values[..., start:end, :]
+        self.put(other.keys[..., start:end, :], other.values[..., start:end, :], start, end)
 
     def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Any:
         here = cast(Pass, self.offset)
-        if n != here.end - here.start:
-            raise TypeError(f"a mask for {n} tokens in a pass over {here.end - here.start}")
+        if n != here.width:
+            raise TypeError(f"a mask for {n} tokens in a pass over {here.width}")
         return here.mask(window_size or self._window, return_array)
 
     def share(self, other: "TreeCache") -> None:

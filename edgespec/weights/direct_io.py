@@ -1,11 +1,14 @@
 """Reads past the page cache to any address, for engines that hold their weights in their own memory."""
 
 import mmap
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 
+from edgespec.loop.engines import Progress
 from edgespec.machine.system import BLOCK, forget_pages, memory_step, open_direct, read_unaligned
 from edgespec.weights.open_files import OpenFiles
 from edgespec.weights.plan import Extent, Layer
+from edgespec.weights.preload import warm
 
 ALIGNED = max(BLOCK, mmap.PAGESIZE)  # bytes; direct reads start and end at multiples, in the file and in memory
 THROUGH_CACHE = 1  # in place of the alignment in memory: this file cannot be read past the page cache
@@ -41,3 +44,13 @@ class DirectFiles(OpenFiles):
         read_unaligned(self.descriptors[file], address, start, stop, self.steps[file])
         if self.steps[file] == THROUGH_CACHE:
             forget_pages(self.descriptors[file], start, stop)
+
+    def fill(self, places: Mapping[Extent, int], progress: Progress) -> None:
+        """Read extents, of which no two overlap, each to an address; `progress` as of `warm`."""
+        starts = sorted((extent.file, extent.start, address) for extent, address in places.items())
+
+        def read(piece: Extent) -> None:
+            _, start, address = starts[bisect_right(starts, (piece.file, piece.start, 1 << 64)) - 1]
+            self.read(piece.file, address + piece.start - start, piece.start, piece.stop)
+
+        warm(list(places), read, progress)

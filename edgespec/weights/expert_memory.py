@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from edgespec.errors import ModelError, undone
+from edgespec.errors import ModelError, failing_as, undone
 from edgespec.loop.engines import Progress
 from edgespec.machine.disk import recall_reading
 from edgespec.machine.measurements import Amount, recall, remember
@@ -186,10 +186,8 @@ class ExpertMemory:
         Raises:
             ModelError: a file has shrunk.
         """
-        try:
+        with failing_as(ModelError, "the model cannot be read any more"):
             self._files.check()
-        except OSError as error:
-            raise ModelError(f"the model cannot be read any more: {error}") from error
         self._error = None
 
     def fill(self, progress: Progress) -> None:

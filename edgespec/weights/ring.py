@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from time import perf_counter
 from typing import Protocol
 
-from edgespec.errors import EdgespecError, ModelError
+from edgespec.errors import EdgespecError, ModelError, failing_as
 from edgespec.loop.engines import Machine
 from edgespec.machine.disk import disk_speed
 from edgespec.machine.system import READ_SIZE, READ_THREADS
@@ -83,10 +83,8 @@ class Streamer:
         Raises:
             ModelError: a file has shrunk, or memory cannot be taken back.
         """
-        try:
+        with failing_as(ModelError, "the model cannot be read any more"):
             self._store.check()
-        except OSError as error:
-            raise ModelError(f"the model cannot be read any more: {error}") from error
         with self._changed:
             if self._error is not None:
                 self._start_over()

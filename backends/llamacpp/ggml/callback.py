@@ -16,7 +16,7 @@ class OperationCallback:
         Args:
             called: gets a tensor's address, and True for the question; returns True to get a report, or to continue.
         """
-        self.callback = llama_cpp.ggml_backend_sched_eval_callback(self._called)
+        self.callback = llama_cpp.ggml_backend_sched_eval_callback(self._computing)
         self._told = called
         self._seen: list[int] | None = None
         self._whole = False
@@ -47,7 +47,7 @@ class OperationCallback:
             self._seen = None
         return found
 
-    def _called(self, tensor: int, ask: bool, user_data: int) -> bool:
+    def _computing(self, tensor: int, ask: bool, user_data: int) -> bool:
         if self._seen is None:
             return self._told(tensor, ask)
         if ask:

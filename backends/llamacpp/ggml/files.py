@@ -373,10 +373,21 @@ def ggml() -> Any:
     return declare(ggml_library("ggml"), functions)
 
 
+def devices(library: Any, *kinds: int) -> list[int]:
+    """Devices of `ggml` that are of these kinds; without kinds all."""
+    every = map(library.ggml_backend_dev_get, range(library.ggml_backend_dev_count()))
+    return [one for one in every if not kinds or library.ggml_backend_dev_type(one) in kinds]
+
+
+def memory_of(library: Any, device: int) -> tuple[int, int]:
+    """Bytes of a device that are free, and in all."""
+    free, total = ctypes.c_size_t(0), ctypes.c_size_t(0)
+    library.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
+    return free.value, total.value
+
+
 def find_device(name: str) -> int | None:
-    library = ggml()
-    devices = map(library.ggml_backend_dev_get, range(library.ggml_backend_dev_count()))
-    return next((one for one in devices if library.ggml_backend_dev_name(one) == name.encode()), None)
+    return next((one for one in devices(ggml()) if ggml().ggml_backend_dev_name(one) == name.encode()), None)
 
 
 @cache
@@ -387,10 +398,8 @@ def leave_out_blas() -> None:
     rounds by the number of rows, and keeps GPUs from helping.
     """
     library = ggml()
-    devices = [library.ggml_backend_dev_get(i) for i in range(library.ggml_backend_dev_count())]
-    for device in devices:
-        if library.ggml_backend_dev_type(device) == LIBRARY:
-            library.ggml_backend_unload(library.ggml_backend_dev_backend_reg(device))
+    for device in devices(library, LIBRARY):
+        library.ggml_backend_unload(library.ggml_backend_dev_backend_reg(device))
 
 
 def engine_build() -> str:

@@ -2,8 +2,10 @@
 
 import ctypes
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .files import ggml_base
 
@@ -39,6 +41,15 @@ def is_here(address: int) -> bool:
     tensor = GgmlTensor.from_address(address)
     buffer = tensor.buffer or (GgmlTensor.from_address(tensor.view_src).buffer if tensor.view_src else None)
     return bool(buffer and ggml_base().ggml_backend_buffer_is_host(buffer))
+
+
+def numbers_of(address: int, kind: Any, count: int) -> NDArray[Any]:
+    """A tensor's first numbers, in its memory, or a copy if a device has them; `kind` as of ctypes."""
+    if is_here(address):
+        return np.ctypeslib.as_array((kind * count).from_address(GgmlTensor.from_address(address).data))
+    found = np.empty(count, kind)
+    ggml_base().ggml_backend_tensor_get(address, found.ctypes.data, 0, found.nbytes)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

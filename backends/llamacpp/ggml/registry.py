@@ -10,7 +10,7 @@ from edgespec.machine.system import libc
 from edgespec.weights.linux import MADV_NORMAL, mappings
 from edgespec.weights.plan import Mapping
 
-from .files import PROCESSOR, ggml, parts
+from .files import PROCESSOR, devices, ggml, parts
 
 LAYOUT = 2  # GGML_BACKEND_API_VERSION, with which a registry begins
 GET_ADDRESS = 4  # index of `get_proc_address` in a registry, after its version and three functions
@@ -22,12 +22,9 @@ _divided = IsDivided(lambda: True)
 
 def processor() -> int | None:
     """The processor's device, if this build has the tables that are known."""
-    library = ggml()
-    for i in range(library.ggml_backend_dev_count()):
-        device: int = library.ggml_backend_dev_get(i)
-        if library.ggml_backend_dev_type(device) == PROCESSOR:
-            registry = library.ggml_backend_dev_backend_reg(device)
-            return device if ctypes.cast(registry, ctypes.POINTER(ctypes.c_int)).contents.value == LAYOUT else None
+    for device in devices(ggml(), PROCESSOR):
+        registry = ggml().ggml_backend_dev_backend_reg(device)
+        return device if ctypes.cast(registry, ctypes.POINTER(ctypes.c_int)).contents.value == LAYOUT else None
     return None
 
 

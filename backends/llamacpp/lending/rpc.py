@@ -19,10 +19,12 @@ from edgespec.weights.plan import Tensor, count_layers, layer_of, layers_on_gpu,
 from ..ggml.files import (
     PROCESSOR,
     compiled_backends,
+    devices,
     ggml,
     ggml_library,
     llama_cpp,
     loaded_tensors,
+    memory_of,
 )
 from ..memory.gpu import gpu_devices, layers_that_fit, overrides
 
@@ -70,13 +72,9 @@ def lend(host: str, port: int, threads: int, cache: str | None) -> None:
         NoRpc: this llama.cpp has no RPC backend.
         EdgespecError: llama.cpp cannot listen.
     """
-    library, devices = rpc(), ggml()
+    library = rpc()
     llama_cpp.llama_backend_init()
-    count = devices.ggml_backend_dev_count()
-    every = [devices.ggml_backend_dev_get(i) for i in range(count)]
-    chosen = (
-        gpu_devices(devices) or [device for device in every if devices.ggml_backend_dev_type(device) == PROCESSOR][:1]
-    )
+    chosen = gpu_devices(ggml()) or devices(ggml(), PROCESSOR)[:1]
     pointers = (ctypes.c_void_p * len(chosen))(*chosen)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the C code never returns to Python
     folder = cache.encode() if cache else None
@@ -110,28 +108,25 @@ def borrow(addresses: Sequence[str]) -> Any:
     Raises:
         NoRpc: this llama.cpp has no RPC backend.
     """
-    devices = ggml()
+    library = ggml()
     llama_cpp.llama_backend_init()
-    before = devices.ggml_backend_dev_count()
+    before = library.ggml_backend_dev_count()
     for address in addresses:
-        devices.ggml_backend_register(rpc().ggml_backend_rpc_add_server(address.encode()))
-    found = [devices.ggml_backend_dev_get(i) for i in range(before, devices.ggml_backend_dev_count())]
+        library.ggml_backend_register(rpc().ggml_backend_rpc_add_server(address.encode()))
+    found = devices(library)[before:]
     return (ctypes.c_void_p * (len(found) + 1))(*found, None)
 
 
 def lent_options(borrowed: Any) -> dict[str, Any]:
     """Model parameters for layers on lenders; `borrowed` must live as long as the model."""
-    devices = ctypes.cast(borrowed, ctypes.c_void_p)
-    return {"devices": devices, "tensor_buft_overrides": ctypes.addressof(overrides(HEAD))}
+    return {
+        "devices": ctypes.cast(borrowed, ctypes.c_void_p),
+        "tensor_buft_overrides": ctypes.addressof(overrides(HEAD)),
+    }
 
 
 def memory_of_lenders(borrowed: Any) -> int:
-    total = 0
-    for device in filter(None, borrowed):
-        free, whole = ctypes.c_size_t(0), ctypes.c_size_t(0)
-        ggml().ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(whole))
-        total += free.value
-    return total
+    return sum(memory_of(ggml(), device)[0] for device in filter(None, borrowed))
 
 
 def choose_lent(tensors: Sequence[Tensor], room: int, needed: int, buffers: int, free: int, parts: int) -> int:

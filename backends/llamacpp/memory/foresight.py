@@ -6,15 +6,13 @@ A router is shown what the layer before it gave to its own experts: from layer t
 import ctypes
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from edgespec.loop.sampling import Float32Array
 from edgespec.weights.expert_memory import ROWS_SHOWN, most_predicted
 
-from ..ggml.files import ggml_base
-from ..ggml.ggml_tensor import GgmlTensor, Operation, is_here, root_of
+from ..ggml.ggml_tensor import GgmlTensor, Operation, numbers_of, root_of
 
 F32 = 0  # ggml_type
 BIASES = {  # name of a sum; where probabilities are weights of chosen experts only, their name hides that of the logits
@@ -97,9 +95,4 @@ def floats(address: int) -> Float32Array | None:
     width, rows = tensor.ne[0], tensor.ne[1] * tensor.ne[2] * tensor.ne[3]
     if tensor.type != F32 or tensor.nb[0] != 4 or tensor.nb[1] != 4 * width or tensor.nb[2] != 4 * width * tensor.ne[1]:
         return None
-    if is_here(address):
-        memory: Any = (ctypes.c_float * (rows * width)).from_address(tensor.data)
-        return np.ctypeslib.as_array(memory).reshape(rows, width)
-    found = np.empty((rows, width), np.float32)
-    ggml_base().ggml_backend_tensor_get(address, found.ctypes.data, 0, found.nbytes)
-    return found
+    return numbers_of(address, ctypes.c_float, rows * width).reshape(rows, width)

@@ -35,7 +35,7 @@ from edgespec.weights.plan import (
     spans,
 )
 
-from ..ggml.files import GPU, SHARED, engine_build, ggml, llama_cpp
+from ..ggml.files import GPU, SHARED, devices, engine_build, ggml, llama_cpp, memory_of
 
 ANY, NO_LAYERS = rb".", rb"^(?!blk\.)"  # searched for in names: std::regex of C++, and re
 RESERVE = 512 << 20  # bytes of each GPU's memory for its libraries
@@ -104,12 +104,11 @@ class Properties(ctypes.Structure):
 def gpu_devices(library: Any) -> list[int]:
     """Devices of `ggml`; a card that several libraries see, such as CUDA and Vulkan, is one, as in llama.cpp."""
     found, ids = list[int](), set[bytes]()
-    for device in map(library.ggml_backend_dev_get, range(library.ggml_backend_dev_count())):
-        if library.ggml_backend_dev_type(device) in (GPU, SHARED):
-            library.ggml_backend_dev_get_props(device, ctypes.byref(about := Properties()))
-            if about.device_id is None or about.device_id not in ids:
-                found.append(device)
-                ids.add(about.device_id)
+    for device in devices(library, GPU, SHARED):
+        library.ggml_backend_dev_get_props(device, ctypes.byref(about := Properties()))
+        if about.device_id is None or about.device_id not in ids:
+            found.append(device)
+            ids.add(about.device_id)
     return found
 
 
@@ -118,13 +117,11 @@ def find_gpus() -> list[Gpu]:
         return []
     library, found = ggml(), list[Gpu]()
     for device in gpu_devices(library):
-        free, total = ctypes.c_size_t(0), ctypes.c_size_t(0)
-        library.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
+        free, total = memory_of(library, device)
         name = library.ggml_backend_dev_name(device).decode()
-        used = total.value - free.value
-        own = max(0, used - _used_by_others.setdefault(name, used))
+        own = max(0, total - free - _used_by_others.setdefault(name, total - free))
         pools, shared = recall(about_pools(), bool) or False, library.ggml_backend_dev_type(device) == SHARED
-        found.append(Gpu(name, shared, free.value, own, total.value, pools=pools))
+        found.append(Gpu(name, shared, free, own, total, pools=pools))
     return found
 
 
@@ -158,9 +155,7 @@ def auto_layers(
     if not gpus:
         return 0
     own = [gpu for gpu in gpus if not gpu.shared]
-    room = room_on(gpus, buffers)
-    if drafts <= room // 2:  # a small draft model makes many passes, so it comes before a few layers
-        room -= drafts
+    room = room_beside(drafts, room_on(gpus, buffers))
     copied = largest_copy(tensors, not own)
     if own:
         return layers_that_fit(tensors, room, len(own), buffers.caches, copied)
@@ -180,6 +175,11 @@ def room_on(gpus: Sequence[Gpu], buffers: Buffers) -> int:
         return gpus[0].free - buffers.compute
     reserves = sum(max(0, RESERVE - gpu.used) + buffers.compute for gpu in own)
     return int(sum(gpu.free for gpu in own) * (1 - SAFETY)) - reserves
+
+
+def room_beside(drafts: int, room: int) -> int:
+    """Bytes that draft models leave: small ones, which make many passes, come before a few layers."""
+    return room - drafts if drafts <= room // 2 else room
 
 
 def layers_that_fit(

@@ -11,7 +11,7 @@ from .own_memory import Graph, OwnMemory
 from .skip_padding import SkipPadding
 
 
-class LayerHooks:
+class LayerHooks(OperationCallback):
     """Hooks that keep a streamer in step with a pass.
 
     Operations are named after their layer ("ffn_out-7"). llama.cpp asks for each if it shall be reported; if so, it
@@ -33,9 +33,7 @@ class LayerHooks:
         graph: of `own`.
         """
         self.error: BaseException | None = None
-        self._watched = OperationCallback(self._called)
-        self.callback, self.signals = self._watched.callback, self._watched.signals
-        self.operations = self._watched.operations
+        super().__init__(self._called)
         self.streamer, self._own = streamer, own
         self.mixture: Mixture | None = None
         self.skip_padding: SkipPadding | None = None

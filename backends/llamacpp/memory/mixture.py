@@ -30,7 +30,7 @@ from edgespec.weights.expert_memory import ExpertMemory
 from edgespec.weights.plan import Plan
 
 from ..ggml.files import ggml_base, loaded_tensors, parts
-from ..ggml.ggml_tensor import GgmlTensor, is_here, is_known, operation_at, root_of, skip_rows
+from ..ggml.ggml_tensor import GgmlTensor, is_here, is_known, numbers_of, operation_at, root_of, skip_rows
 from .foresight import Router, find_routers, floats
 from .planning import find_expert_layers
 
@@ -300,11 +300,7 @@ def numbers_at(address: int) -> NDArray[np.int32]:
     if not tensor.ne[1]:
         return np.empty(0, np.int32)
     size = tensor.nb[1] // 4 * (tensor.ne[1] - 1) + tensor.ne[0]
-    if is_here(address):
-        return np.ctypeslib.as_array((ctypes.c_int32 * size).from_address(tensor.data))
-    found = np.empty(size, np.int32)
-    ggml_base().ggml_backend_tensor_get(address, found.ctypes.data, 0, found.nbytes)
-    return found
+    return numbers_of(address, ctypes.c_int32, size)
 
 
 def write_numbers(address: int, content: NDArray[np.int32]) -> None:

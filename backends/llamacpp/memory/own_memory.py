@@ -6,7 +6,6 @@ mapped file when the layer is computed. So the processor may compute a layer too
 device cannot read the mapped file.
 """
 
-from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -19,7 +18,6 @@ from edgespec.weights.direct_io import ALIGNED, DirectFiles
 from edgespec.weights.expert_memory import own_memory
 from edgespec.weights.open_files import Store
 from edgespec.weights.plan import Extent, Layer, Plan, Tensor, layer_of
-from edgespec.weights.preload import warm
 
 from ..context import ContextSize, trial_context
 from ..ggml.callback import OperationCallback
@@ -180,16 +178,11 @@ class OwnMemory(Store):
         """Read pinned weights; what the graph has not stays in the mapped file."""
         before, total = 0, sum(extent.size for places in self._pinned for extent in places)
         for places in self._pinned:
-            starts = sorted((extent.file, extent.start, address) for extent, address in places.items())
-
-            def read(piece: Extent, starts: list[tuple[int, int, int]] = starts) -> None:
-                _, start, address = starts[bisect_right(starts, (piece.file, piece.start, 1 << 64)) - 1]
-                self._direct.read(piece.file, address + piece.start - start, piece.start, piece.stop)
 
             def tell(done: int, _: int, before: int = before) -> None:
                 progress(before + done, total)
 
-            warm(list(places), read, tell)
+            self._direct.fill(places, tell)
             before += sum(extent.size for extent in places)
         self.note = f"{format_size(total)} in memory of their own"
 

@@ -66,7 +66,17 @@ from ..ggml.files import (
 from ..ggml.skeleton import skeleton_tensors
 from ..head_files import find_head, starts_from
 from ..lending.rpc import choose_lent, memory_of_lenders
-from .gpu import MORE, Buffers, auto_layers, experts_too_large, kept_off, largest_copy, room_on, shared_bytes
+from .gpu import (
+    MORE,
+    Buffers,
+    auto_layers,
+    experts_too_large,
+    kept_off,
+    largest_copy,
+    room_beside,
+    room_on,
+    shared_bytes,
+)
 from .own_memory import OwnMemory
 
 MIN_NODES = 512  # prompt tokens per pass, if all weights are in memory; llama.cpp's default for n_ubatch
@@ -288,8 +298,7 @@ class MemoryPlanner:
     def hold_copies(self, size: ContextSize) -> bool:
         """True if GPUs without layers have room for the weights that they copy for long passes (`op_offload`)."""
         [buffers] = self._rehearse(self.path, [size])
-        room, drafts = room_on(self.gpus, buffers), self._drafts(size)
-        return largest_copy(self.tensors, True) <= room - (drafts if drafts <= room // 2 else 0)
+        return largest_copy(self.tensors, True) <= room_beside(self._drafts(size), room_on(self.gpus, buffers))
 
     def _sizes_on_gpu(self, sizes: Sequence[ContextSize], gpu_layers: int, weights: int, drafts: int) -> int:
         """
@@ -300,7 +309,7 @@ class MemoryPlanner:
             return len(sizes)
         buffers = self._rehearse(self.path, sizes)
         rooms = [room_on(self.gpus, one) - one.caches_on_gpu(gpu_layers) for one in buffers]
-        return max(1, sum(weights <= room - (drafts if drafts <= room // 2 else 0) for room in rooms))
+        return max(1, sum(weights <= room_beside(drafts, room) for room in rooms))
 
     def _with_device_pools(
         self, plan: Plan, size: ContextSize, gpu_layers: int, layers: Sequence[ExpertLayer], drafts: int
@@ -330,8 +339,8 @@ class MemoryPlanner:
             return plan
         first = count - layers_on_gpu(gpu_layers, count)
         some = [replace(layer, device=gpu.name) if layer.index >= first else layer for layer in layers]
-        room = room_on([gpu], buffers) - shared_bytes(self.tensors, gpu_layers, plan)
-        room -= buffers.caches_on_gpu(gpu_layers) + (drafts if drafts <= room // 2 else 0)
+        room = room_beside(drafts, room_on([gpu], buffers) - shared_bytes(self.tensors, gpu_layers, plan))
+        room -= buffers.caches_on_gpu(gpu_layers)
         pools = most_pools(some, min(room, plan.pool_bytes))
         found = replace(plan, pools=pools, pool_bytes=memory_of(some, pools))
         return found if pools and found.read_bytes <= plan.read_bytes * (1 + MORE) else plan

@@ -90,8 +90,7 @@ def probe_file(path: str, computing: Computing) -> Iterator[str]:
     """
     if "lenders" in computing:
         raise ModelError(f"{path}: a copy with fewer layers would have none lent")
-    tensors = all_tensors(path)
-    chosen, _ = chosen_layers(tensors, _gpu_layers(computing), _heads(path, tensors))
+    tensors, (chosen, _) = all_tensors(path), layers_of_probe(path, computing)
     if len(chosen) > MOST_LAYERS:
         raise ModelError(f"{path}: has layers of {len(chosen)} kinds, too many for a probe model")
     left_out = sorted(set(range(count_layers(tensors))) - set(chosen))
@@ -111,21 +110,16 @@ def probe_file(path: str, computing: Computing) -> Iterator[str]:
         yield copy
 
 
-def _heads(path: str, tensors: list[Tensor]) -> int:
-    values = own_values(path)
-    return max(
-        0, int(values.get("nextn_predict_layers", 0)) + count_layers(tensors) - int(values.get("block_count", 0))
-    )
-
-
-def _gpu_layers(computing: Computing) -> int:
-    return int(computing.get("gpu_layers") or 0)
+def layers_of_probe(path: str, computing: Computing) -> tuple[list[int], int]:
+    """As `chosen_layers`, of a model's file."""
+    values, tensors = own_values(path), all_tensors(path)
+    heads = int(values.get("nextn_predict_layers", 0)) + count_layers(tensors) - int(values.get("block_count", 0))
+    return chosen_layers(tensors, int(computing.get("gpu_layers") or 0), max(0, heads))
 
 
 def probe_options(path: str, computing: Computing) -> LoadOptions:
     """Options for a probe model of a model with this `computing`."""
     others = ALIKE.keys() | REPACKED.keys() | CARRIED | {LAST_LAYER}
     given: dict[str, Any] = {name: value for name, value in computing.items() if name not in others}
-    tensors = all_tensors(path)
-    given["gpu_layers"] = chosen_layers(tensors, _gpu_layers(computing), _heads(path, tensors))[1]
+    given["gpu_layers"] = layers_of_probe(path, computing)[1]
     return LoadOptions(context_length=2048, budget=128, resident=True, exact="wide", **given)

@@ -21,7 +21,7 @@ def has_experts(path: str) -> bool:
 VIEWS = {b"VIEW", b"RESHAPE", b"PERMUTE", b"TRANSPOSE"}  # operations that compute nothing
 
 
-class SkipPadding:
+class SkipPadding(OperationCallback):
     """Takes the place of `LayerHooks` where memory holds all weights, so it has the attributes that a pass uses.
 
     Where the page cache holds experts, it works inside of a `LayerHooks` (`LayerHooks.skip_padding`).
@@ -33,8 +33,7 @@ class SkipPadding:
     def __init__(self) -> None:
         self.stop: Stop | None = None
         self.skip_padding: SkipPadding | None = self
-        self._watched = OperationCallback(self._called)
-        self.callback, self.signals = self._watched.callback, self._watched.signals
+        super().__init__(self._called)
         self._name_of = ggml_base().ggml_get_name
         self._users: set[bytes] = set()
         self._before: set[bytes] = set()
@@ -43,7 +42,7 @@ class SkipPadding:
         self._cut: set[int] = set()
 
     def learn(self, context: Any) -> None:
-        addresses = self._watched.operations(context)
+        addresses = self.operations(context)
         if not addresses or not is_known(addresses[0]):
             return
         for before, address in pairwise(addresses):

@@ -35,7 +35,7 @@ class Watch(OneByOne):
         self._found = list[Float32Array]()
 
     def learn(self, context: Any) -> None:
-        for address in self._watched.operations(context, whole=True):
+        for address in self.operations(context, whole=True):
             tensor, name = GgmlTensor.from_address(address), ggml_base().ggml_op_desc(address)
             if name in ROWS_AT:
                 self._kinds[tensor.op] = ROWS_AT[name]
