@@ -4,7 +4,7 @@ import asyncio
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from threading import Event, Semaphore
 
@@ -163,21 +163,21 @@ def test_the_model_idle_longest_leaves_and_one_in_use_stays(shelf):
             assert not waits.done()  # both are in use
             later = models.lease("a")  # it comes behind, or b could wait for ever
             assert (later.is_loaded, a.is_loaded) == (False, True)
-            a.release()
+            a.close()
             assert (await waits).name == "b"
             assert shelf.open == ["c", "b"]
             await asyncio.sleep(0.05)
             behind = models.lease("c")  # in use for longest, so it is to leave next
             assert not behind.is_loaded
-            b.release()  # but now b is idle
+            b.close()  # but now b is idle
             assert (await later.service()).name == "a"
             assert shelf.open == ["c", "a"]
-            with models.lease("c") as another:
+            with closing(models.lease("c")) as another:
                 assert another.is_loaded  # it need not leave any more
             assert (await behind.service()).name == "c"
             assert shelf.opened == ["a", "b", "c", "b", "a"]
-            behind.release()
-            later.release()
+            behind.close()
+            later.close()
         assert shelf.most == 2
         models.close()
 
@@ -190,13 +190,23 @@ def test_a_model_that_nobody_waits_for_any_more_is_not_loaded(shelf):
         async with models.service("a"):
             waits = models.lease("b")
             await asyncio.sleep(0.01)
-            waits.release()
+            waits.close()
         async with models.service("c"):
             pass
         assert shelf.opened == ["a", "c"]
         models.close()
 
     asyncio.run(asyncio.wait_for(run(), 60))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_model_is_not_loaded_only_to_be_dropped(shelf, stream):
+    with served(shelf.models()) as client:
+        for name, status in (("b", 200), ("missing", 404)):
+            answer = client.post("/api/generate", json={"model": name, "keep_alive": 0, "stream": stream})
+            assert answer.status_code == status
+            assert "unload" in answer.text or status == 404
+    assert shelf.opened == []
 
 
 def test_a_model_that_cannot_be_loaded_gives_503_and_the_others_go_on(shelf):

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from edgespec.errors import ModelError, UsageError, check_whole
 from edgespec.loading.pair import open_backends, open_draft
-from edgespec.loop.backend import Backend, Placed, Vocab
+from edgespec.loop.backend import Backend, Capabilities, Placed, Vocab
 from edgespec.loop.engines import LoadOptions, choose_backend, load_vocab
 from edgespec.loop.same_vocab import check_same_vocab
 from edgespec.machine.files import weight_files
@@ -42,20 +42,10 @@ class TargetStandIn:
     """What is asked of a target here, answered for the copies in other processes."""
 
     vocab: Vocab
-    described: Described
+    name: str
+    capabilities: Capabilities
+    placed: Placed
     notes: Sequence[str]
-
-    @property
-    def capabilities(self) -> Any:
-        return self.described.capabilities
-
-    @property
-    def name(self) -> str:
-        return self.described.name
-
-    @property
-    def placed(self) -> Placed:
-        return self.described.placed or Placed(self.capabilities.layers)
 
     def close(self) -> None: ...
 
@@ -143,12 +133,13 @@ def open_targets(
             most_draft_tokens=options.budget,
         )
         targets.at_close = undo.pop_all().close
-    notes = list(described[0].notes)
+    one, notes = described[0], list(described[0].notes)
     if len({_computing(one) for one in described}) > 1:
         notes.append(
             "the copies do not compute alike: where two tokens score within rounding, the output depends on the copy"
         )
-    return cast(Backend, TargetStandIn(vocab, described[0], notes)), targets
+    placed = one.placed or Placed(one.capabilities.layers)
+    return cast(Backend, TargetStandIn(vocab, one.name, one.capabilities, placed, notes)), targets
 
 
 def share_of(count: int, options: LoadOptions, *, folder: bool, taken: int) -> LoadOptions:

@@ -545,24 +545,21 @@ def _errors(source: HubSource) -> Iterator[None]:
     )
 
     name = f"hf:{source.repository}" + (f"/{source.file}" if source.file else "")
+    known = {  # some are kinds of those after them
+        GatedRepoError: ": its owner asks you to agree to terms first: do so on its page on the hub, then say who you "
+        "are with: hf auth login",
+        RepositoryNotFoundError: ": neither a folder here nor a repository on the hub that you may read",
+        RevisionNotFoundError: f": has no revision {source.revision!r}",
+        LocalEntryNotFoundError: " is not fetched yet, or the hub cannot be reached: {}",
+        EntryNotFoundError: ": cannot be fetched: there is no such file",
+    }
     try:
         yield
     except EdgespecError:
         raise
-    except GatedRepoError as error:
-        raise ModelError(
-            f"{name}: its owner asks you to agree to terms first: do so on its page on the hub, then say who you are "
-            "with: hf auth login"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise ModelError(f"{name}: neither a folder here nor a repository on the hub that you may read") from error
-    except RevisionNotFoundError as error:
-        raise ModelError(f"{name}: has no revision {source.revision!r}") from error
-    except LocalEntryNotFoundError as error:
-        raise ModelError(f"{name} is not fetched yet, or the hub cannot be reached: {_first(error)}") from error
-    except EntryNotFoundError as error:
-        raise ModelError(f"{name}: cannot be fetched: there is no such file") from error
     except Exception as error:
+        if says := next((says for kind, says in known.items() if isinstance(error, kind)), ""):
+            raise ModelError(name + says.format(_first(error))) from error
         why, forbidden = _first(error), isinstance(error, OfflineModeIsEnabled)
         silent = any(kind.__name__ in UNREACHABLE for kind in type(error).__mro__)
         if forbidden:

@@ -10,19 +10,21 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractContextManager, asynccontextmanager, closing, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
-from types import TracebackType
 from typing import Any, Self
+
+from starlette.requests import Request as HttpRequest
 
 from edgespec.errors import Closed, EdgespecError, undone
 from edgespec.machine.memory import give_back_now
 from edgespec.model import Model
 from edgespec.server.errors import Refused
-from edgespec.server.service import MOST_WAITING, PING_SECONDS, BodyReaders, Service
+from edgespec.server.service import MOST_WAITING, PING_SECONDS, BodyReaders, Found, Service
 from edgespec.server.stored import StoredResponses
+from edgespec.server.wire import read_body
 
 
 @dataclass(eq=False)
@@ -109,7 +111,7 @@ class Models:
         return self.named(name) if name and self.all[1:] else self.all[0]
 
     def lease(self, name: str) -> "Lease":
-        """A lease for a request, which has to be released.
+        """A lease for a request, which has to be closed.
 
         Args:
             name: as for `wanted`.
@@ -132,8 +134,14 @@ class Models:
     @asynccontextmanager
     async def service(self, name: str) -> AsyncIterator[Service]:
         """The model for a request, which waits for it; it stays for the `with`. Arguments and errors as for `lease`."""
-        with self.lease(name) as lease:
+        with closing(self.lease(name)) as lease:
             yield await lease.service()
+
+    async def read(self, http: HttpRequest, parse: Callable[[bytearray], Found]) -> tuple[Found, int]:
+        """A body, parsed in a thread, and its bytes. Raises Refused."""
+        data = await read_body(http)
+        with self.admitted():
+            return await self.readers.read(len(data), partial(parse, data)), len(data)
 
     async def _bring(self, served: Served) -> None:
         async with self._turn:
@@ -213,7 +221,7 @@ class Models:
 
 
 class Lease:
-    """A request's use of a model, which does not leave before `release`."""
+    """A request's use of a model, which does not leave before `close`."""
 
     def __init__(self, served: Served, task: asyncio.Task[None] | None, unused: asyncio.Event) -> None:
         """
@@ -243,7 +251,7 @@ class Lease:
         assert self._served.service
         return self._served.service
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Safe to call twice."""
         served, ended, self._ended = self._served, self._ended, True
         if ended:
@@ -255,9 +263,3 @@ class Lease:
             left = served.waiting = served.waiting - 1
         if not left:
             self._unused.set()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.release()

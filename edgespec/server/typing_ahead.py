@@ -35,7 +35,7 @@ class Prepared:
         self._emit: Emit = self._kept.append
         loop = asyncio.get_running_loop()
         self.seq = self._scheduler.submit(
-            request, lambda event: loop.call_soon_threadsafe(self._pass_on, event), idle_limit=tokens
+            request, lambda event: loop.call_soon_threadsafe(lambda: self._emit(event)), idle_limit=tokens
         )
         self._end = loop.call_later(KEPT_SECONDS, self.seq.cancel)
 
@@ -55,9 +55,6 @@ class Prepared:
     def begins(self, prompt_ids: Sequence[int]) -> bool:
         typed = self.request.prompt_ids
         return typed == list(prompt_ids[: len(typed)])
-
-    def _pass_on(self, event: Event) -> None:
-        self._emit(event)
 
     def adopt(self, emit: Emit) -> bool:
         """Make it a real request; `emit` gets all its events; False: it gave way to a request, or failed."""

@@ -84,6 +84,10 @@ class Lenient(BaseModel):
         return {name: value for name, value in given.items() if value is not None or name in optional}
 
 
+class Named(Lenient):
+    model: str = Field("", max_length=MOST_NAME)
+
+
 def not_read(name: str, instead: str) -> Refused:
     return Refused(400, f"{name} is not read here" + f"; use {instead}" * bool(instead), param=name)
 

@@ -10,14 +10,16 @@ from contextlib import suppress
 from ipaddress import ip_address
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 from edgespec.errors import EdgespecError, UsageError, installed
 from edgespec.scheduler.targets.verifier import close_own, stop_up_to
 
 
-class Place(Protocol):
+class Place:
+    """One that needs no more than what is here has nothing to replace or free."""
+
     executor: Executor
 
     def stop(self, owner: str, number: int) -> None:
@@ -30,14 +32,12 @@ class Place(Protocol):
         """Free the copy, without waiting for a pass that can be left."""
 
 
-class ThreadPlace:
+class ThreadPlace(Place):
     def __init__(self) -> None:
-        self.executor: Executor = ThreadPoolExecutor(1)
+        self.executor = ThreadPoolExecutor(1)
 
     def stop(self, owner: str, number: int) -> None:
         stop_up_to(owner, number)
-
-    def renew(self) -> None: ...
 
     def close(self) -> None:
         """Wait for the pass under way: it computes in memory that is freed."""
@@ -45,7 +45,7 @@ class ThreadPlace:
         self.executor.shutdown()
 
 
-class ProcessPlace:
+class ProcessPlace(Place):
     """A process of this machine, which sees one of several GPUs and ends with this program."""
 
     def __init__(self, environment: dict[str, str]) -> None:
@@ -55,7 +55,7 @@ class ProcessPlace:
     def renew(self) -> None:
         context = multiprocessing.get_context("spawn")  # a fork would share llama.cpp's threads, which it does not have
         theirs, self._tell = context.Pipe(duplex=False)
-        self.executor: Executor = ProcessPoolExecutor(
+        self.executor = ProcessPoolExecutor(
             1, mp_context=context, initializer=_begin_process, initargs=(theirs, self._environment)
         )
 
@@ -82,14 +82,12 @@ def _begin_process(orders: Connection, environment: dict[str, str]) -> None:
     threading.Thread(target=obey, daemon=True).start()
 
 
-class ClusterPlace:
+class ClusterPlace(Place):
     """Room for one task on any worker of a Dask cluster; bound to one it would be lost with it (distributed 2026.8)."""
 
     def __init__(self, client: Any, messenger: Executor) -> None:
         self._client, self._messenger = client, messenger
-        self.executor: Executor = client.get_executor(pure=False)
-
-    def renew(self) -> None: ...
+        self.executor = client.get_executor(pure=False)
 
     def stop(self, owner: str, number: int) -> None:
         """Stop tasks on all workers: Dask calls `stop_up_to` in their event loops, while tasks run."""
@@ -98,8 +96,6 @@ class ClusterPlace:
             self._client.run(stop_up_to, owner, number, on_error="ignore")
 
         self._messenger.submit(tell)
-
-    def close(self) -> None: ...
 
 
 def threads(count: int) -> list[Place]:

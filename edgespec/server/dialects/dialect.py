@@ -10,7 +10,7 @@ from time import monotonic
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from edgespec.errors import ContextFull
@@ -98,6 +98,7 @@ class Dialect:
         writer: for a body and its model's name.
         recall: looks up what a body refers to, for its sender; returns the bytes. Raises Refused.
         streams_too_long: a stream refuses a prompt for its length, instead of a status.
+        loads: a body that asks nothing has its model loaded.
         line: of an event in a stream.
         media_type: of a stream.
     """
@@ -107,6 +108,7 @@ class Dialect:
     writer: Callable[[Any, str], Writer]
     recall: Callable[[StoredResponses, Any, str], int] = lambda stored, body, sender: 0
     streams_too_long: bool = False
+    loads: Callable[[Any], bool] = lambda body: True
     line: Callable[[str | None, Any], bytes] = sse
     media_type: str = "text/event-stream"
 
@@ -117,6 +119,10 @@ class Dialect:
             body: Any = await models.readers.read(len(data), partial(parsed_body, data, self.body))
             size = len(data) + self.recall(models.stored, body, sender)
             question = await models.readers.read(size, partial(self.question, body))
+        if not question and not self.loads(body):
+            silent = self.writer(body, models.wanted(body.model).name)
+            lines = (self.line(*sent) for sent in silent.end())
+            return EventStream(lines, media_type=self.media_type) if body.stream else JSONResponse(silent.whole())
         lease = models.lease(body.model)
         writer = self.writer(body, lease.name)
 
@@ -135,7 +141,7 @@ class Dialect:
         def leave() -> None:
             if not starting.cancel() and not starting.cancelled() and not starting.exception():
                 starting.result().cancel()
-            lease.release()
+            lease.close()
 
         with ExitStack() as left_early:
             left_early.callback(leave)

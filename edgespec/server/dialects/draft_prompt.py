@@ -16,7 +16,7 @@ from edgespec.server.dialects.chat import ChatBody, question_of
 from edgespec.server.model_format import ModelFormat
 from edgespec.server.models import Models
 from edgespec.server.service import Service
-from edgespec.server.wire import MOST_NAME, parsed_body, read_body
+from edgespec.server.wire import MOST_NAME, parsed_body
 
 PREPARED = 16  # tokens of an answer begun at a pause
 TYPED_NEXT = ("a", " a", ".", "\n", "1")  # likely continuations: a token is stable if none of these changes it
@@ -29,14 +29,12 @@ class TypedBody(ChatBody):
 
 async def typed_prompt(http: HttpRequest) -> Response:
     models: Models = http.app.state.models
-    data = await read_body(http)
-    with models.admitted():
-        body, question = await models.readers.read(len(data), lambda: _read(data))
+    (body, question), size = await models.read(http, _read)
     told: dict[str, Any] = {"pause": body.pause, "tokens": 0}
     if not question or not question.conversation or not models.wanted(body.model).service:
         return JSONResponse(told)
     async with models.service(body.model) as service:
-        return JSONResponse(told | await _prepare(service, body, question, http.scope[SENDER], len(data)))
+        return JSONResponse(told | await _prepare(service, body, question, http.scope[SENDER], size))
 
 
 async def _prepare(service: Service, body: TypedBody, question: Question, sender: str, size: int) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from functools import partial
 from time import monotonic_ns
 from typing import Any, Literal
 
-from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -20,18 +19,17 @@ from edgespec.server.dialects.completions import several
 from edgespec.server.errors import refuse_if
 from edgespec.server.models import Models
 from edgespec.server.service import Service
-from edgespec.server.wire import MOST_NAME, Checked, Listed, answer_whole, json_of, parsed_body, read_body
+from edgespec.server.wire import Checked, Listed, Named, answer_whole, json_of, parsed_body
 
 MOST_INPUTS = 2048
 
 
-class EmbeddingFields(Checked):
+class EmbeddingFields(Checked, Named):
     """
     Attributes:
         pooling: as for `Model.embed`.
     """
 
-    model: str = Field("", max_length=MOST_NAME)
     pooling: str | None = None
     dimensions: int | None = None
     truncate: bool = False
@@ -94,12 +92,11 @@ def prompt_told(body: PromptBody, name: str, found: Sequence[Float32Array], toke
 
 async def answer(kind: type[EmbeddingFields], told: Told, http: HttpRequest) -> Response:
     models: Models = http.app.state.models
-    data, begun = await read_body(http), monotonic_ns()
-    with models.admitted():
-        body = await models.readers.read(len(data), partial(_read, kind, data))
+    begun = monotonic_ns()
+    body, size = await models.read(http, partial(_read, kind))
     async with models.service(body.model) as service:
         with service.admitted():
-            prompts = await models.readers.read(len(data), partial(_encoded, service, body))
+            prompts = await models.readers.read(size, partial(_encoded, service, body))
             return await _answered(http, service, body, prompts, told, begun)
 
 

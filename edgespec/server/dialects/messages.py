@@ -23,14 +23,13 @@ from edgespec.server.models import Models
 from edgespec.server.service import Service
 from edgespec.server.tool_calls import CLOSED, Call, Tools, choose_tools, replayed
 from edgespec.server.wire import (
-    MOST_NAME,
     Listed,
+    Named,
     SamplingFields,
     ServerSent,
     TemplateFields,
     new_id,
     parsed_body,
-    read_body,
 )
 
 # Claude Code puts this line first and changes it with every request, so that no prefix would match.
@@ -63,7 +62,7 @@ OWN_TOOLS = {
 }  # fmt: skip
 
 
-class CountBody(SamplingFields, TemplateFields):
+class CountBody(SamplingFields, TemplateFields, Named):
     instead: ClassVar = (
         SamplingFields.instead
         | dict.fromkeys(("grammar", "guided_grammar", "ebnf"), "edgespec.lark of /v1/chat/completions")
@@ -72,7 +71,6 @@ class CountBody(SamplingFields, TemplateFields):
     )
 
     messages: Listed[dict[str, Any]] = Field(max_length=MOST_TURNS)
-    model: str = Field("", max_length=MOST_NAME)
     system: str | Listed[dict[str, Any]] | None = None
     tools: list[Any] | None = None
     tool_choice: dict[str, Any] | None = None
@@ -91,18 +89,16 @@ class MessagesBody(CountBody):
 
 async def count_tokens(http: HttpRequest) -> Response:
     models: Models = http.app.state.models
-    data = await read_body(http)
 
-    def read() -> tuple[str, Conversation]:
+    def parse(data: bytearray) -> tuple[str, Conversation]:
         body = parsed_body(data, CountBody)
         return body.model, conversation_of(body)
 
-    with models.admitted():
-        name, conversation = await models.readers.read(len(data), read)
+    (name, conversation), size = await models.read(http, parse)
     async with models.service(name) as service:
         with service.admitted():
             form = service.format_of(conversation)
-            tokens = len(await models.readers.read(len(data), partial(form.prompt_ids, conversation)))
+            tokens = len(await models.readers.read(size, partial(form.prompt_ids, conversation)))
     return JSONResponse({"input_tokens": tokens})
 
 

@@ -4,6 +4,7 @@ import json
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from hashlib import sha256
 from time import monotonic_ns
 from typing import Any, ClassVar
@@ -26,7 +27,7 @@ from edgespec.server.errors import Refused, refuse_if
 from edgespec.server.gap import Gap
 from edgespec.server.models import Models, Served
 from edgespec.server.tool_calls import Call, choose_tools
-from edgespec.server.wire import MOST_NAME, Listed, SamplingFields, ServerSent, json_line, parsed_body, read_body
+from edgespec.server.wire import Listed, Named, SamplingFields, ServerSent, json_line, parsed_body, read_body
 
 VERSION = "0.12.6"  # of Ollama, whose interface this is: clients ask for a least one
 ROLES = ("system", "user", "assistant", "tool")
@@ -60,15 +61,18 @@ class Options(OllamaFields):
         return penalty | super().sampling
 
 
-class OllamaBody(OllamaFields):
+class OllamaBody(OllamaFields, Named):
     instead: ClassVar = OllamaFields.instead | dict.fromkeys(("num_predict", "stop", "repeat_penalty"), "options")
 
-    model: str = Field("", max_length=MOST_NAME)
     stream: bool = True
     options: Options = Field(default_factory=lambda: Options.model_validate({}))
     format: Any = None
     think: bool | str | None = None
     keep_alive: Any = None
+
+    @property
+    def unloads(self) -> bool:
+        return self.keep_alive in (0, "0", "0s")
 
     @property
     def asked(self) -> dict[str, Any]:
@@ -104,8 +108,7 @@ class GenerateBody(OllamaBody):
     context: list[Any] | None = None
 
 
-class NamedBody(OllamaFields):
-    model: str = Field("", max_length=MOST_NAME)
+class NamedBody(OllamaFields, Named): ...
 
 
 def grammar_of(form: Any) -> Grammar | None:
@@ -185,7 +188,7 @@ def now() -> str:
 class OllamaWriter(Writer):
     def __init__(self, body: OllamaBody, name: str) -> None:
         super().__init__(body, name)
-        self._begun, self._calls, self._unloads = monotonic_ns(), 0, body.keep_alive in (0, "0", "0s")
+        self._begun, self._calls = monotonic_ns(), 0
 
     @abstractmethod
     def part(self, text: str, more: Mapping[str, Any]) -> dict[str, Any]:
@@ -206,7 +209,7 @@ class OllamaWriter(Writer):
             reason = "length" if answer.is_cut else "stop"
             told = {"done_reason": reason, **self._counts(answer), "edgespec": self._answers.account}
             return self._line(pieces, done=True, **told)
-        return self._line(done=True, done_reason="unload" if self._unloads else "load")
+        return self._line(done=True, done_reason="unload" if self._body.unloads else "load")
 
     def _counts(self, answer: Answer) -> dict[str, int]:
         stats = answer.stats
@@ -261,8 +264,9 @@ class GenerateWriter(OllamaWriter):
 
 
 NDJSON = "application/x-ndjson"
-CHAT = Dialect(ChatBody, chat_question, ChatWriter, line=json_line, media_type=NDJSON)
-GENERATE = Dialect(GenerateBody, generate_question, GenerateWriter, line=json_line, media_type=NDJSON)
+dialect = partial(Dialect, loads=lambda body: not body.unloads, line=json_line, media_type=NDJSON)
+CHAT = dialect(ChatBody, chat_question, ChatWriter)
+GENERATE = dialect(GenerateBody, generate_question, GenerateWriter)
 
 
 async def version(http: HttpRequest) -> Response:

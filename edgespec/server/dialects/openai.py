@@ -17,7 +17,7 @@ from edgespec.server.conversation import Question
 from edgespec.server.dialects.dialect import Writer
 from edgespec.server.errors import KINDS, Refused, refuse_if
 from edgespec.server.service import Service
-from edgespec.server.wire import MOST_NAME, Lenient, Listed, SamplingFields, ServerSent, new_id, not_read
+from edgespec.server.wire import Lenient, Listed, Named, SamplingFields, ServerSent, new_id, not_read
 
 MOST_LOG_PROBS = 20
 OTHER_FORMS = ("json_schema", "regex", "guided_json", "guided_regex", "guided_choice")
@@ -43,8 +43,7 @@ class Extra(Lenient):
             )
 
 
-class OpenAIBody(SamplingFields):
-    model: str = Field("", max_length=MOST_NAME)
+class OpenAIBody(SamplingFields, Named):
     stream: bool = False
     edgespec: Extra = Field(default_factory=Extra)
     json_schema: dict[str, Any] | str | None = None  # llama.cpp's

@@ -5,7 +5,6 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
@@ -15,21 +14,17 @@ from edgespec.loop.backend import Vocab
 from edgespec.loop.text import spelled
 from edgespec.server.models import Models
 from edgespec.server.service import Service
-from edgespec.server.wire import MOST_NAME, Lenient, Listed, json_of, parsed_body, read_body
+from edgespec.server.wire import Listed, Named, json_of, parsed_body
 
 
-class NamedBody(Lenient):
-    model: str = Field("", max_length=MOST_NAME)
-
-
-class TextBody(NamedBody):
+class TextBody(Named):
     content: str | list[Any]  # texts and token ids
     add_special: bool = False
     parse_special: bool = True
     with_pieces: bool = False
 
 
-class TokensBody(NamedBody):
+class TokensBody(Named):
     tokens: Listed[int]
 
 
@@ -41,15 +36,13 @@ async def detokenize(http: HttpRequest) -> Response:
     return await _answered(http, TokensBody, _text)
 
 
-async def _answered(http: HttpRequest, kind: type[NamedBody], work: Callable[[Vocab, Any], dict[str, Any]]) -> Response:
+async def _answered(http: HttpRequest, kind: type[Named], work: Callable[[Vocab, Any], dict[str, Any]]) -> Response:
     models: Models = http.app.state.models
-    data = await read_body(http)
-    with models.admitted():
-        body = await models.readers.read(len(data), partial(parsed_body, data, kind))
+    body, size = await models.read(http, partial(parsed_body, kind=kind))
     async with models.service(body.model) as service:
         with service.admitted():
             vocab = service.model.target.vocab
-            found = await models.readers.read(len(data), lambda: json_of(work(vocab, body)))
+            found = await models.readers.read(size, lambda: json_of(work(vocab, body)))
     return Response(found, media_type="application/json")
 
 
