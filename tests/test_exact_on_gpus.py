@@ -20,7 +20,7 @@ from edgespec.backends.llamacpp.memory import attention
 from edgespec.backends.llamacpp.memory.skip_padding import VIEWS, OneByOne
 from mixture_files import mixtures
 
-from edgespec.errors import UsageError
+from edgespec.errors import NoRoom, UsageError
 from edgespec.loading import row_classes
 from edgespec.loading.exact import apply_row_class
 from edgespec.loading.row_classes import tokens
@@ -56,6 +56,12 @@ def loaded(path: Path, asked: str | None, **options: Any) -> Iterator[LlamaBacke
         yield backend  # type: ignore[misc]
 
 
+@contextmanager
+def without_memory(path: str, *given: Any) -> Iterator[str]:
+    raise NoRoom("no memory for it")
+    yield path
+
+
 def attends_here(path: Path, asked: str | None, *gpus: Gpu, **options: Any) -> bool:
     return attention.HERE.keys() <= planned(path, asked, *gpus, **options).ways[-1].keys()
 
@@ -89,7 +95,7 @@ def test_attention_that_llama_cpp_leaves_on_the_gpu_has_no_class(
 ) -> None:
     """As where another product than `AFTER` follows it."""
     monkeypatch.setattr(engine_module, "AFTER", rb"nothing")
-    with pytest.raises(UsageError, match="what stands between its ancestors"):
+    with pytest.raises(UsageError, match=r"^--exact: no row class on .*, since llama.cpp leaves .* attention"):
         loaded(smollm2_tiny, "narrow").__enter__()
 
 
@@ -108,19 +114,45 @@ def test_without_being_asked_a_gpu_attends_and_nothing_is_tried(smollm2_tiny: Pa
         assert where(backend).line.endswith(UP_TO_TIES)
 
 
-def test_a_gpu_attends_where_rows_depend_on_more_than_its_products(smollm2_tiny: Path, mixtures: Any) -> None:
-    """Another card has other kernels, and choices of experts depend on the tokens."""
+@pytest.mark.parametrize(
+    ("why", "gpus", "options"),
+    [
+        ("several GPUs have layers", (CARD, replace(CARD, name="OTHER")), {}),
+        ("memory does not hold .* twice, and its cells", (), {"memory": "4G"}),
+        ("its experts", (), {}),
+    ],
+)
+def test_a_class_that_a_gpu_cannot_have_is_refused_with_the_reason(
+    why: str, gpus: tuple[Gpu, ...], options: dict[str, Any], smollm2_tiny: Path, mixtures: Any
+) -> None:
+    path = Path(mixtures["mixtral"]) if "experts" in why else smollm2_tiny
+    with pytest.raises(UsageError, match=f"^--exact: no row class on .*, since {why}.*; --gpu-layers 0"):
+        planned(path, "wide", *gpus, **options)
+    assert not attends_here(path, None, *gpus, **options)
+
+
+def test_a_gpu_attends_for_a_draft_whose_cells_have_no_order(smollm2_tiny: Path) -> None:
     assert attends_here(smollm2_tiny, "narrow")
-    assert not attends_here(smollm2_tiny, "narrow", CARD, replace(CARD, name="OTHER"))
     assert not attends_here(smollm2_tiny, "narrow", in_order=False)
-    assert not attends_here(Path(mixtures["mixtral"]), "narrow")
 
 
 def test_memory_must_hold_the_cells_of_a_gpus_layers(smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needs = engine_module.MemoryPlanner.needs
     monkeypatch.setattr(engine_module.MemoryPlanner, "needs", lambda *given: [1 << 60 for _ in needs(*given)])
-    assert planned(smollm2_tiny, "narrow").plenty
-    assert not attends_here(smollm2_tiny, "narrow")
+    assert planned(smollm2_tiny, None).plenty
+    with pytest.raises(UsageError, match="memory does not hold"):
+        planned(smollm2_tiny, "narrow")
+
+
+def test_a_probe_model_of_a_gpu_that_cannot_be_made_is_told(
+    smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no model whose rows depend on each other."""
+    way = planned(smollm2_tiny, "narrow").ways[-1] | {"kv_type": "f16"}
+    monkeypatch.setattr(engine_module, "probe_file", without_memory)
+    monkeypatch.setattr(row_classes, "_known", {})
+    with pytest.raises(NoRoom, match="no memory for it"):
+        row_classes.find("llamacpp", "build", way, str(smollm2_tiny), remember=False, say=str)
 
 
 def test_classes_of_a_gpu_are_not_kept_for_its_next_driver(smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -402,7 +402,7 @@ def test_no_row_class_is_looked_for_where_a_gpu_has_layers(smollm2_tiny: Path) -
     path, card = str(smollm2_tiny), Gpu("GPU0", False, 1 << 40)
     machine, found = this_machine(path, [card]), list[bool]()
     for layers in (0, 2):
-        asked = LoadOptions(context_length=64, gpu_layers=layers, exact="wide", kv_type="f16", memory=1)
+        asked = LoadOptions(context_length=64, gpu_layers=layers, kv_type="f16", memory=1)
         with pytest.raises(NoRoom) as error:
             engine_module.engine.plan(path, asked, machine)
         least = parse_size(str(error.value).partition("at least ")[2].partition(" (")[0])

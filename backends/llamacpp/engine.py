@@ -180,7 +180,8 @@ def plan_here(path: str, options: LoadOptions, machine: Machine, borrowed: Any =
 
     Raises:
         NoRoom: the model or its context does not fit.
-        ModelError, UsageError: as for `MemoryPlanner`.
+        UsageError: a row class was asked for that GPUs cannot have; else as for `MemoryPlanner`.
+        ModelError: as for `MemoryPlanner`.
     """
     planner = MemoryPlanner(path, options, machine, borrowed)
     share = options.share if options.share is not None else 1.0
@@ -210,7 +211,9 @@ def plan_here(path: str, options: LoadOptions, machine: Machine, borrowed: Any =
         asked = options.exact in ("narrow", "wide", "any")  # long passes on a GPU have other bits
         helps = not asked and not gpu_layers and not _reads(weights) and planner.hold_copies(size)
         computing |= on_gpus(machine, gpu_layers, planner.tensors, weights, experts_here, helps)
-        if asked and _attention_here(planner, size, computing, weights):
+        if asked and "device" in computing and options.in_order:
+            if (why := _why_gpus_attend(planner, size, computing, weights)) and not options.resident:
+                raise _no_class(computing, why)
             kept = f"{computing.get('kept_off', '')} {AFTER.decode()}".strip()
             computing |= HERE | {"op_offload": 0, "kept_off": kept}
         notes += [f"no layer fits on {computing['device']}; long passes use it"] if helps else []
@@ -254,10 +257,21 @@ def _reads(weights: Plan | None) -> bool:
     return weights is not None and bool(weights.streamed or weights.pools)
 
 
-def _attention_here(planner: MemoryPlanner, size: ContextSize, computing: Computing, weights: Plan | None) -> bool:
-    """True if the processor can compute the attention of one GPU's layers, whose rows do not depend on each other."""
-    one = "device" in computing and ", " not in str(computing["device"]) and planner.options.in_order
-    return one and weights is None and not has_experts(planner.path) and planner.plenty(size, caches_here=True)
+def _why_gpus_attend(planner: MemoryPlanner, size: ContextSize, computing: Computing, weights: Plan | None) -> str:
+    """Why the processor cannot compute attention for a row class of a GPU's layers; "": it can."""
+    if ", " in str(computing["device"]):
+        return "several GPUs have layers"
+    if has_experts(planner.path):
+        return "its experts depend on all tokens of a pass"
+    if weights is not None or not planner.plenty(size, caches_here=True):
+        return "memory does not hold the model's file twice, and its cells"
+    return ""
+
+
+def _no_class(computing: Computing, why: str) -> UsageError:
+    return UsageError(
+        f"--exact: no row class on {computing['device']}, since {why}; --gpu-layers 0 computes on the processor"
+    )
 
 
 def _is_bitwise(options: LoadOptions, computing: Computing, borrowed: Any) -> bool:
@@ -348,6 +362,8 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress, watch: Watch 
             context = make_context(path, model, size, params)
         if hooks and hooks.skip_padding:
             hooks.skip_padding.learn(context)
+            if watch and watch.adds_up_cells and HERE.keys() <= computing.keys():
+                raise _no_class(computing, "llama.cpp leaves this model's attention there, or adds it up by cell")
         elif isinstance(hooks, LayerHooks) and weights and chosen:
             operations = hooks.operations(context, whole=plan.gpu_layers != 0)
             memory = memory or open_memory(path, weights, options.remember)

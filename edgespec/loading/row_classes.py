@@ -84,6 +84,10 @@ def find(
         remember: store what was found for later runs, and use what is stored; not of GPUs, whose drivers change.
         say: called with a line before passes are tried, which takes some seconds.
         loaded: the model, with no session open: tried if the engine has no probe model of it, and no GPU computes.
+
+    Raises:
+        ModelError, NoRoom, OSError: no probe model can be made, and a GPU computes.
+        UsageError: this GPU's layers can have no class.
     """
     if "device" in computing:
         remember, loaded = False, None
@@ -102,6 +106,8 @@ def find(
             with made.probe_model(path, computing, copy=copy) as backend:
                 found = timed(backend, found)
     except (ModelError, NoRoom, OSError):
+        if "device" in computing:
+            raise  # a class was asked for
         if loaded is None:
             return []
         small, found = None, timed(loaded, probe(loaded))
