@@ -5,20 +5,22 @@ Writes numbers into a file, and prints what else came of it as JSON in the last 
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from alone import Generation
+from alone import before_passes, generation_of
 from edgespec.backends.common import loader
 from edgespec.backends.llamacpp import engine
 from edgespec.backends.llamacpp.backend import LlamaBackend
 from edgespec.backends.llamacpp.ggml.ggml_tensor import is_here, operation_at
 from edgespec.backends.llamacpp.memory import mixture, planning
+from test_auto import given
 
 from edgespec.errors import NoRoom
 from edgespec.loading import row_classes
@@ -27,10 +29,9 @@ from edgespec.loop.backend import Work
 from edgespec.loop.passes import prefill
 from edgespec.loop.planner import Planner
 from edgespec.loop.sampling import SamplingParams
-from edgespec.loop.stats import GenerationStats
 from edgespec.machine.memory import parse_size
 from edgespec.machine.this_machine import Machine, this_machine
-from edgespec.planners.none import NonePlanner
+from edgespec.planners.choice import make_planner
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.weights.plan import Plan, Pool, make_plan
 
@@ -38,6 +39,8 @@ from edgespec.weights.plan import Plan, Pool, make_plan
 OPTIONS: dict[str, Any] = {"context_length": 1024, "threads": 2, "budget": 128, "kv_type": "f32", "exact": "off"}
 ROWS = (1, 4, 33, 128, 1, 2)
 PROMPT = 150  # tokens
+SAMPLINGS = (SamplingParams(), SamplingParams(temperature=0.7, seed=1))
+SHORT = "one, two, one, two, one,"
 TEXT = "the theory of the one and the many, the one and the two; " * 3
 
 
@@ -151,14 +154,15 @@ def streamed(
             return {"streamed": len(backend.plan.streamed), "kept": backend.plan.pinned_bytes}  # type: ignore[union-attr]
 
 
-def text_of(backend: LlamaBackend, planner: Planner) -> list[tuple[int, float]]:
+def text_of(
+    backend: LlamaBackend, planner: Planner, prompt: str = TEXT, sampling: SamplingParams | None = None, **options: Any
+) -> list[tuple[int, float]]:
     """Tokens of a text, and how likely they were."""
-    stats, found = GenerationStats(), list[tuple[int, float]]()
-    ids = backend.vocab.encode(TEXT, add_bos=False, parse_special=False)
+    found, options = list[tuple[int, float]](), {"max_tokens": 24, "budget": 6, "stop_ids": frozenset()} | options
+    ids = backend.vocab.encode(prompt, add_bos=False, parse_special=False)
     with closing(planner), closing(backend.open()) as session:
-        for step in Generation(
-            backend, session, planner, ids, SamplingParams(), max_tokens=24, budget=6, stats=stats, log_probs=0
-        ).steps():
+        writing = generation_of(backend, planner, ids, sampling, session=session, log_probs=0, **options)
+        for step in writing.steps():
             found += zip(step.tokens, [one.log_prob for one in step.log_probs or ()], strict=True)
     return found
 
@@ -170,14 +174,35 @@ def drafts(out: str, **options: Any) -> dict[str, Any]:
         return report(backend)
 
 
-def exact(out: str, path: str, device: str, gpu_layers: int, drafts: bool = False) -> dict[str, Any]:
-    """A text in a row class, with copied drafts or none."""
-    row_classes.SIZES, row_classes.LARGER = (1, 2, 4, 8), ()
-    options = OPTIONS | {"kv_type": "f16", "exact": "narrow", "gpu_layers": gpu_layers}
-    with closing(engine.load(path, **options)) as backend:
-        found = apply_row_class(backend, path, "narrow", remember=False)
-        np.save(out, np.array([text_of(backend, SssdPlanner() if drafts else NonePlanner())]))
-        return {"device": device, "classes": [(one.least, one.most) for one in found]}
+def exact(
+    out: str,
+    path: str,
+    device: str,
+    gpu_layers: int,
+    tokens: int = 24,
+    planners: Sequence[str] = ("none",),
+    draft: str | None = None,
+) -> dict[str, Any]:
+    """Texts in a row class, by each of the planners; the draft is the processor's, and further tokens cost nothing."""
+    row_classes.SIZES, row_classes.LARGER, row_classes.CONTEXTS = (1, 2, 4, 8), (), (24,)
+    options, texts, rows = OPTIONS | {"kv_type": "f16"}, list[Any](), dict[str, dict[int, int]]()
+    asked = options | {"exact": "narrow", "gpu_layers": gpu_layers}
+    with closing(engine.load(path, **asked)) as target, ExitStack() as opened:
+        found = apply_row_class(target, path, "narrow", remember=False)
+        drafts = [opened.enter_context(closing(engine.load(draft, **options, gpu_layers=0)))] if draft else []
+        passes = before_passes(target, lambda batch: len(batch[0].token_ids) * (not batch[0].prompt))
+        for name in planners:
+            texts.append([])
+            for sampling in SAMPLINGS:
+                pace = given((1e3, 0.0), (1e-6, 0.0)) if name == "auto" else None
+                planner = make_planner(name, [target, *drafts], state=pace)
+                texts[-1] += text_of(target, planner, SHORT, sampling, budget=16, max_tokens=tokens)
+            rows[name] = Counter(filter(None, passes))
+            passes.clear()
+            if name != "none" and rows[name].keys() <= {1}:
+                raise AssertionError(f"no pass with draft tokens: {rows}")
+    np.save(out, np.array(texts))
+    return {"device": device, "classes": [(one.least, one.most) for one in found], "rows": rows}
 
 
 def saved(out: str, **options: Any) -> dict[str, Any]:

@@ -21,11 +21,13 @@ from conftest import quantised
 from edgespec.backends.llamacpp.ggml.files import keep_log
 from gguf_files import small_llama
 from models import EXPERTS, FAMILIES, write
+from recorded_models import REAL, make_models
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 BUILD = ROOT / "build" / "vulkan"
 SITE, WHEELS, FILES = (BUILD / name for name in ("site", "wheels", "files"))
+HUB = Path("~/.cache/edgespec/models").expanduser()  # real models that were downloaded
 NEEDS = {  # package of Debian -> where one of its files lies
     "mesa-vulkan-drivers": "share/vulkan/icd.d/lvp_icd.*json",
     "libvulkan-dev": "include/vulkan/vulkan.h",
@@ -35,7 +37,8 @@ DEVICE, DENSE, Q8_0 = "Vulkan0", "llama", 7  # llama_ftype
 LONGEST = 3600  # seconds of a case; the driver compiles for minutes what it has not in its cache
 CHOSEN = {"gpu_memory": "680M", "room": 10 << 20}  # by the planner: pools for some layers
 ROOM = {"room": 6 << 20}
-DRAFTS = {"drafts": True}
+DRAFTS = {"planners": ["none", "specexec", "auto", "sssd"]}
+SHORT = {"tokens": 12}
 SEVERAL = {"slots": EXPERTS + 4, "here": EXPERTS, "times": 2}
 
 
@@ -74,6 +77,14 @@ CASES = [
     Case("what the planner chooses on a Mac", size=64, does="planned", pools={"room": 10 << 20, "on_a_mac": True}),
     Case("drafts in a row class", DENSE, "Q8_0", does="exact", pools=DRAFTS),
     Case("half of the layers, in a row class", DENSE, "Q8_0", does="exact", common={"gpu_layers": 4}, pools=DRAFTS),
+    *(Case(f"{name}, in a row class", name, does="exact", common={"tokens": 12}, pools=DRAFTS) for name in REAL),
+    Case(
+        "half of smollm2, in a row class",
+        "smollm2",
+        does="exact",
+        common={"gpu_layers": 15, "tokens": 12},
+        pools=DRAFTS,
+    ),
     Case("layers that are streamed", DENSE, "F32", does="streamed", pools=ROOM),
     Case(
         "half of the layers, streamed", DENSE, "F32", does="streamed", common={"gpu_layers": 4}, pools={"room": 6 << 20}
@@ -138,8 +149,13 @@ def tried(case: Case) -> tuple[str, str]:
         "equal", "killed" or what is wrong, and the case's own report.
     """
     FILES.mkdir(parents=True, exist_ok=True)
-    model = FILES / f"{case.family}-{case.kind}-{case.size}.gguf"
-    if not model.exists():
+    model = draft = FILES / f"{case.family}-{case.kind}-{case.size}.gguf"
+    if case.family in REAL:
+        model, draft = (FILES / f"{case.family}{part}.gguf" for part in ("", "-draft"))
+        keep_log()
+        if case.family in make_models(FILES, HUB, kinds=()):
+            return "missing", f"{HUB} does not have it"
+    elif not model.exists():
         if case.family != DENSE:
             write(model, case.family, case.kind, case.size)
         elif case.kind == "F32":
@@ -150,7 +166,8 @@ def tried(case: Case) -> tuple[str, str]:
     found = list[Any]()
     for options in ({}, case.pools):
         out = FILES / f"{CASES.index(case)}-{len(found)}.npy"
-        status, line = run(case, out, path=str(model), **options)
+        drafts = {"draft": str(draft)} if options is DRAFTS else {}
+        status, line = run(case, out, path=str(model), **options, **drafts)
         if status < 0:
             return "killed", f"by signal {-status}, {'with' if found else 'without'} pools"
         if status:
