@@ -1,7 +1,7 @@
 """What passes take on kinds of devices: medians of published points in machines.yaml, each with its source."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from statistics import median
 from typing import Any
@@ -22,10 +22,11 @@ class Pace:
     """
     Attributes:
         share: of the published bandwidth that reading reaches.
-        experts: share of this speed at which experts are read.
+        experts: share of this speed, and of that of decoding, at which experts are read.
         layer, mixture: seconds that a layer takes besides, without experts and with them.
         rows: (rows, bits), rising: a pass over so many rows takes as long as if each weight outside experts had so many
             bits more; (): not known.
+        decoded: weights a second that a core decodes for each row, by type; others take no longer than to be read.
     """
 
     share: float = 1.0
@@ -33,6 +34,7 @@ class Pace:
     layer: float = 0.0
     mixture: float = 0.0
     rows: Sequence[tuple[int, float]] = ()
+    decoded: Mapping[str, float] = field(default_factory=dict)
 
     def bytes_more(self, rows: int) -> float:
         """Of each weight outside experts; beyond the last size that is known, in proportion."""
@@ -71,8 +73,12 @@ def pace(device: str, engine: str, without: str = "") -> Pace:
             ("mixture", 0.0),
         )
     )
-    sizes = sorted({rows for one in points for rows in one.get("rows", ())})
-    bits = np.array([median(one["rows"][rows] for one in points if rows in one.get("rows", ())) for rows in sizes])
+    rows, decoded = (_medians([one[key] for one in points if key in one]) for key in ("rows", "decoded"))
+    bits = np.array([*rows.values()])
     # Sources have different sizes; more rows never take less time.
     rising = (np.maximum.accumulate(bits) + np.minimum.accumulate(bits[::-1])[::-1]) / 2
-    return Pace(share, experts, layer, mixture, tuple(zip(sizes, rising.tolist(), strict=True)))
+    return Pace(share, experts, layer, mixture, tuple(zip(rows, rising.tolist(), strict=True)), decoded)
+
+
+def _medians(points: Sequence[Mapping[Any, float]]) -> dict[Any, float]:
+    return {key: median(one[key] for one in points if key in one) for key in sorted(set().union(*points))}

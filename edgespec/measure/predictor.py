@@ -5,9 +5,9 @@ memory and of its operations, device by device.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,8 @@ from edgespec.weights.plan import (
 from edgespec.weights.ring import can_stream
 from edgespec.weights.wired import CACHE_SHARE, free_memory, gpu_limit
 
-OF_BLOCKS = {number: (weights, size) for number, weights, size in BLOCKS.values()}
+OF_BLOCKS = {number: (name, weights, size) for name, (number, weights, size) in BLOCKS.items()}
+OTHER_TYPE = ("", 32, 18)
 BYTES_OF_FOUR_BITS = 4.5 / 8  # bytes of a weight with 4 bits in groups of 64, and scales
 BUFFERS = 2  # of a card for streamed layers, as there
 WORKSPACE = 1 << 29  # bytes of a card's memory for libraries, as in the engine for PyTorch
@@ -71,6 +72,7 @@ class Part:
         size, experts_size: bytes.
         weights, experts: numbers.
         layers, mixtures: numbers of layers that it has weights of, without experts and with them.
+        types: name -> weights, experts.
     """
 
     size: float = 0.0
@@ -79,6 +81,7 @@ class Part:
     experts: float = 0.0
     layers: int = 0
     mixtures: int = 0
+    types: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +92,14 @@ class Speeds:
         memory: bytes per second.
         operations: per second.
         pace: of a kind of device.
+        cores: of a processor.
     """
 
     name: str
     memory: float
     operations: float
     pace: Pace = LEVEL
+    cores: float = 1
 
 
 @dataclass(slots=True, kw_only=True)
@@ -108,7 +113,7 @@ class Prediction(Outlook):
         chosen: bytes of experts that a pass over one node is expected to read from disk.
         copied: bytes copied to a card in every pass.
         unknown: speeds that the machine's description lacks.
-        rough: a processor reads experts, of which published speeds are up to twice as high or low.
+        rough: a processor reads experts; published speeds of such mixtures are at times far lower.
     """
 
     why: str
@@ -275,7 +280,7 @@ class Weights:
         return {mixed[number] for pool in pools for number in pool.layers}
 
     def numbers(self, tensor: Tensor) -> float:
-        weights, size = OF_BLOCKS.get(tensor.type, (32, 18))
+        _, weights, size = OF_BLOCKS.get(tensor.type, OTHER_TYPE)
         return tensor.size / size * weights
 
     def part(self, tensors: Sequence[Tensor], bytes_each: float | None = None) -> Part:
@@ -285,14 +290,15 @@ class Weights:
             bytes_each: bytes of a weight; None: as in the file.
         """
         read = [tensor for tensor in tensors if tensor.name in self.read]
-        sums = [0.0, 0.0, 0.0, 0.0]
+        sums, types = [0.0, 0.0, 0.0, 0.0], dict[str, list[float]]()
         for tensor in read:
-            at = 2 if EXPERTS.search(tensor.name) else 0
-            sums[at] += self.numbers(tensor) * bytes_each if bytes_each else tensor.size
-            sums[at + 1] += self.numbers(tensor)
+            at, numbers = 2 if EXPERTS.search(tensor.name) else 0, self.numbers(tensor)
+            sums[at] += numbers * bytes_each if bytes_each else tensor.size
+            sums[at + 1] += numbers
+            types.setdefault(OF_BLOCKS.get(tensor.type, OTHER_TYPE)[0], [0.0, 0.0])[at // 2] += numbers
         mixed = {layer_of(tensor) for tensor in read if EXPERTS.search(tensor.name)}
         layers = {layer_of(tensor) for tensor in read} - {-1}
-        return Part(sums[0], sums[1], sums[2], sums[3], len(layers - mixed), len(mixed))
+        return Part(sums[0], sums[1], sums[2], sums[3], len(layers - mixed), len(mixed), types)
 
     def cells(self, context_length: int) -> int:
         """Bytes of keys and values in 16 bits: of a context, 0 = as trained, and of a prompt's pass."""
@@ -313,21 +319,28 @@ class Weights:
         active, pace = self.experts[1] / self.experts[0] if self.experts else 1.0, speeds.pace
         read = part.size + pace.bytes_more(nodes) * part.weights + self.used(nodes) * part.experts_size / pace.experts
         computing = 2 * nodes * (part.weights + active * part.experts) / speeds.operations
-        return max(read / speeds.memory, computing) + part.layers * pace.layer + part.mixtures * pace.mixture
+        decoding = sum(
+            nodes * (weights + active * experts / pace.experts) / pace.decoded[name]
+            for name, (weights, experts) in part.types.items()
+            if name in pace.decoded
+        )
+        longest = max(read / speeds.memory, computing, decoding / speeds.cores)
+        return longest + part.layers * pace.layer + part.mixtures * pace.mixture
 
 
-def of_processor(speed: float, operations: float, without: str = "") -> Speeds:
+def of_processor(speed: float, operations: float, cores: float, without: str = "") -> Speeds:
     """
     Args:
         speed: bytes per second that a pass of a dense model reads.
         operations: per second.
+        cores: that compute.
         without: as for `pace`.
     """
-    return Speeds(PROCESSOR, speed, operations, pace(PROCESSOR, "llamacpp", without))
+    return Speeds(PROCESSOR, speed, operations, pace(PROCESSOR, "llamacpp", without), cores)
 
 
 def _processor(machine: Machine) -> Speeds:
-    return of_processor(machine.memory_speed, machine.operations)
+    return of_processor(machine.memory_speed, machine.operations, machine.cores)
 
 
 def of_gpu(gpu: Gpu, engine: str, without: str = "") -> Speeds:

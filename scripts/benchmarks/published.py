@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def devices(row: Row, engine: str) -> tuple[Speeds | None, Speeds]:
     Raises:
         ModelError: neither is known.
     """
-    text, gpu, operations = row["machine"], None, 0.0
+    text, gpu, operations, cores = row["machine"], None, 0.0, math.inf
     speed = next((1e9 * found for name, found in KNOWN["processors"].items() if re.search(name, text)), 0.0)
     if rate := re.search(r"DDR\d-(\d{4})", text):
         speed = 8e6 * int(rate[1]) * (8 if "EPYC" in text else 4 if "Threadripper" in text else 2)
@@ -60,10 +61,23 @@ def devices(row: Row, engine: str) -> tuple[Speeds | None, Speeds]:
     if like := machines_like(text):
         machine = min(like, key=lambda one: abs(one.memory / 2**30 - row["memory_gb"])) if row["memory_gb"] else like[0]
         gpu, operations = of_gpu(machine.gpus[0], engine, row["source"]), machine.operations
+        cores = machine.cores
         speed = speed or machine.memory_speed
     if not speed:
         raise ModelError("the machine is not known")
-    return gpu, of_processor(speed, operations or math.inf, row["source"])
+    return gpu, of_processor(speed, operations or math.inf, cores, row["source"])
+
+
+def must_be_ours(row: Row, engine: str, gpu: Speeds | None) -> None:
+    """
+    Raises:
+        ModelError: its passes over several rows are another engine's, or of kernels that were replaced.
+    """
+    if row["engine"] == "mlx" and not row["source"].startswith("ml-explore/"):
+        raise ModelError("another project's server on mlx batches itself")
+    published, by = KNOWN["replaced"].get(f"{gpu.name} {engine}", ("", "")) if gpu else ("", "")
+    if re.match(r"20\d\d\b", when := row["engine_version_or_date"]) and when < str(published):
+        raise ModelError(f"its kernels were replaced by {by}")
 
 
 @cache
@@ -123,7 +137,11 @@ def placement(row: Row, model: Weights, gpu: Speeds | None, processor: Speeds) -
     if there and not gpu:
         raise ModelError("the machine is not known")
     parts = [(there, gpu or processor), (here, processor)]
-    return [(model.part(some, each), speeds) for some, speeds in parts if some]
+    placed = [(model.part(some, each), speeds) for some, speeds in parts if some]
+    if each:  # the shape has other types
+        kind = re.sub("^(IQ[23]_)M$", r"\1S", quant(row))
+        placed = [(replace(part, types={kind: (part.weights, part.experts)}), speeds) for part, speeds in placed]
+    return placed
 
 
 def head_of(model: Weights, placed: Placement) -> Placement:

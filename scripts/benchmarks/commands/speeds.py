@@ -10,7 +10,7 @@ from typing import NamedTuple
 import click
 
 from benchmarks.options import FILE
-from benchmarks.published import Row, bytes_each, devices, head_of, model_named, placement, quant, seconds
+from benchmarks.published import Row, bytes_each, devices, head_of, model_named, must_be_ours, placement, quant, seconds
 from edgespec.errors import EdgespecError, ModelError, UsageError
 from edgespec.measure.outlook import expected_tokens
 from edgespec.measure.tables import table
@@ -22,6 +22,7 @@ USUAL: Row = {  # what null stands for, by key
     "device_class": "",
     "memory_gb": 0,
     "engine": "",
+    "engine_version_or_date": "",
     "model": "",
     "quant": "",
     "file_gb": 0,
@@ -143,7 +144,10 @@ def computed(row: Row) -> float:
         ModelError: it cannot be computed.
     """
     rows = row["rows"]
-    gpu, processor = devices(row, ENGINES[row["engine"]])
+    engine = ENGINES[row["engine"]]
+    gpu, processor = devices(row, engine)
+    if row["kind"] in "bc":
+        must_be_ours(row, engine, gpu)
     try:
         model = model_named(row["model"].lower(), quant(row))
     except ModelError:  # such as one matrix
