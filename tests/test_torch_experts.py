@@ -18,10 +18,11 @@ from cards import cards as cards
 from conftest import few
 from edgespec.backends.torch import backend as backend_module
 from edgespec.backends.torch import experts as experts_module
+from edgespec.backends.torch import loading as loading_module
 from edgespec.backends.torch.backend import load
 from edgespec.backends.torch.engine import engine
 from edgespec.backends.torch.experts import ExpertFolder, Slots, by_slots, find_folder
-from edgespec.backends.torch.loading import WORKSPACE, Placement
+from edgespec.backends.torch.loading import WORKSPACE, Placement, work_bytes
 from edgespec.backends.torch.offload import HostCopies
 from folder_texts import check_head_over_pools
 from hf_models import add_head, save, tiny_model, torch
@@ -99,8 +100,12 @@ def pooled(monkeypatch):
 
         def plan(found, *rest):
             pools = tuple(given) or experts.pools_of(found.layers, slots / found.layers[0].count)
-            on_card = experts.pools_of(found.layers, card / found.layers[0].count) if card else ()
-            return replace(plan_pools(found, *rest), pools=pools, device_pools=on_card)
+            on_card = list[Pool]()
+            for _, numbers in rest[-1].runs if card else ():
+                at = [number for number, layer in enumerate(found.layers) if layer.index in numbers]
+                some = experts.pools_of([found.layers[number] for number in at], card / found.layers[0].count)
+                on_card += [replace(pool, layers=tuple(at[i] for i in pool.layers)) for pool in some]
+            return replace(plan_pools(found, *rest), pools=pools, device_pools=tuple(on_card))
 
         with monkeypatch.context() as patch:
             patch.setattr(backend_module, "choose_placement", choose_placement)
@@ -170,17 +175,18 @@ def test_a_card_has_pools_of_its_own(name, card, slots, tmp_path, pooled):
 
 
 def test_a_made_up_card_with_kernels_of_its_own(mixtral, pooled, cards):
-    """As of CUDA: experts are uploaded, and rows sorted by slots. Further cards idle."""
+    """As of CUDA: experts are uploaded, and rows sorted by slots. A card has pools for the layers that it computes."""
     mode = cards(GIB, GIB)
     options = {"device": "cuda", "gpu_memory": None}
     resident = load(str(mixtral), **OPTIONS | options)
     backend = pooled(mixtral, 1.5, card=2, copies=None, **options)
     mode.moves.clear()
     do_everything(Pair(resident, backend), 1)
-    weights = backend.mixture.memory._devices.places[0].weights
-    assert {str(one.device) for one in weights} == {"cuda:0"}
-    assert [str(device) for device, _ in backend.spans] == ["cuda:0"]
-    assert ("cpu", "cuda:0") in mode.moves
+    places = backend.mixture.memory._devices.places
+    found = [{str(one.device) for one in places[number].weights} for number in sorted(places)]
+    assert found == [{str(device)} for device, numbers in backend.spans for _ in numbers]
+    assert [str(device) for device, _ in backend.spans] == ["cuda:0", "cuda:1"]
+    assert {("cpu", "cuda:0"), ("cpu", "cuda:1")} <= {*mode.moves}
     assert 0 < backend.mixture.memory.hits < backend.mixture.memory.wanted
     resident.close()
 
@@ -385,6 +391,39 @@ def test_memory_for_dense_weights_comes_first_and_pools_have_the_rest(mixtral):
         backend.close()
     with pytest.raises(NoRoom, match="give at least"):
         load(str(mixtral), **OPTIONS, memory=fixed - WORKSPACE)
+
+
+@pytest.mark.parametrize(
+    ("rooms", "counts"),
+    [([60, 60], [5, 5]), ([100, 20], [8, 2]), ([109, 11], [9, 1]), ([110, 9], [10]), ([50, 50, 50], [3, 4, 3]),
+     ([60, -1], [10]), ([60], [10])],
+)  # fmt: skip
+def test_cards_compute_layers_in_proportion_to_their_memory(rooms, counts):
+    runs = experts_module.divide_layers([10] * 10, rooms)
+    assert ([len(numbers) for _, numbers in runs], runs[-1][1].stop) == (counts, 10)
+
+
+def test_each_card_has_pools_in_its_own_memory(mixtral, cards, monkeypatch):
+    monkeypatch.setattr(backend_module, "MIN_NODES_ON_GPU", loading_module.MIN_NODES)
+    layer, fixed = needs(mixtral, **OPTIONS)
+    of_experts, sent = sum(find_folder(mixtral, None).sizes(LAYERS)), at_home(mixtral, **OPTIONS)
+    resident = load(str(mixtral), **OPTIONS | {"sessions": 4})
+    work = work_bytes(resident.model, resident.capabilities, None)
+    dense = LAYERS * layer - of_experts
+    free, found = [fixed + dense + of_experts // 3 - sent, work + dense + of_experts // 3], []
+    for count in (1, 2):
+        cards(*free[:count])
+        backend = load(str(mixtral), **OPTIONS | {"device": "cuda"}, memory=4 * of_experts)
+        found.append(backend.plan.device_pools)
+        where = {layer: device for device, numbers in backend.spans for layer in numbers}
+        places = backend.mixture.memory._devices.places
+        assert {n: str(places[n].weights[0].device) for n in range(LAYERS)} == {n: str(where[n]) for n in range(LAYERS)}
+        do_everything(Pair(resident, backend), 1)
+        backend.close()
+    assert [sum(pool.slots for pool in pools) for pools in found] == [9, 22]
+    assert [pool.device for pool in found[1]] == ["Card (cuda:0)", "Card (cuda:1)"]
+    assert "of 4 experts of 1 layers on Card (cuda:1)" in backend.notes[-1]
+    resident.close()
 
 
 def test_a_cards_memory_and_this_machines_have_pools_each(mixtral):

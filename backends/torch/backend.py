@@ -50,7 +50,7 @@ from ..common.nodes import is_another, rows_of_tree
 from ..common.recurrent import most_paths, states_of
 from .attention import Part, Tree, build_mask, run, tree_after
 from .disk import NUMBER, mapped_bytes
-from .experts import ExpertFolder, Mixture, find_folder, plan_pools
+from .experts import ExpertFolder, Mixture, divide_layers, find_folder, plan_pools
 from .loading import (
     MIN_NODES,
     NF4,
@@ -609,15 +609,19 @@ def assemble(
         devices = [device, *(torch.device(one.name) for one in others)]
         links = lru_cache(lambda: (link_speeds(devices[:1])[0], link_speeds(devices)))
 
+        def rooms(width: int) -> list[int]:
+            """Bytes of each device for layers and their caches, besides the smallest pools."""
+            work = work_bytes(model, limits(width), None) + in_pools
+            more = [min(most, usable(one, WORKSPACE)) - one.used - work for one in others]
+            return [here - fixed(width) + sum(caches_of(width)), *more]
+
         def place(width: int) -> Placement:
-            work = work_bytes(model, limits(width), None)
-            rooms = [min(most, usable(one, WORKSPACE)) - one.used - work for one in others]
-            caches = caches_of(width)
-            found = choose_placement(sizes, here, fixed(width), host, gpu_layers, rooms, caches, own_layers)
-            if not (rooms and found.streamed) or own_layers:
+            caches, (first, *more) = caches_of(width), rooms(width)
+            more = [] if in_pools else more
+            found = choose_placement(sizes, here, fixed(width), host, gpu_layers, more, caches, own_layers)
+            if not (more and found.streamed) or own_layers:
                 return found
-            rooms = [here - fixed(width) + sum(caches), *rooms]
-            return spread(found, sizes, rooms, caches, links(), host, gpu_layers)
+            return spread(found, sizes, [first, *more], caches, links(), host, gpu_layers)
 
         dense, sizes = sizes, [size + more for size, more in zip(sizes, of_experts, strict=True)]
         try:
@@ -630,7 +634,7 @@ def assemble(
             host = host and replace(host, needed=host.needed + sent)
         if experts and host:
             if not fits:
-                sizes, others, least = dense, (), memory_of(experts.layers, pools_of(experts.layers, 0))
+                sizes, least = dense, memory_of(experts.layers, pools_of(experts.layers, 0))
                 host = replace(host, needed=host.needed + least)
                 in_pools = experts.work_bytes(limits(budget).max_nodes) + least * host.apart
             experts = None if fits else experts
@@ -646,8 +650,12 @@ def assemble(
         placement = place(width)
         if experts and host:
             placement = replace(placement, buffers=BUFFERS)  # pools have the room of further ones
-            where = name_of(device)
-            weights_plan = plan_pools(experts, model, where, host, here, fixed(width), sizes, placement)
+            caches, several = caches_of(width), rooms(width)
+            runs = divide_layers([size + more for size, more in zip(sizes, caches, strict=True)], several)
+            placement = placement if placement.streamed else replace(placement, runs=runs)
+            names = [name_of(one) + f" ({one})" * (len(placement.runs) > 1) for one in devices]
+            pools = dict(zip(names, several, strict=True))
+            weights_plan = plan_pools(experts, model, pools, host, fixed(width), sizes, caches, placement)
         spans = [(devices[number], numbers) for number, numbers in placement.runs]
         streamers = place_layers(model, spans, sizes, placement, copies, host, form)
     shape, capabilities = cells(width), limits(width)
@@ -663,7 +671,8 @@ def assemble(
         connect(decoder_layers(model), spans)
         if experts and weights_plan:
             with refused("experts cannot be read"):
-                mixture = Mixture(model, experts, weights_plan, device, about, progress)
+                where = [place for place, numbers in spans for layer in experts.layers if layer.index in numbers]
+                mixture = Mixture(model, experts, weights_plan, where, about, progress)
             notes.append(weights_plan.line())
         cache, probe = make_cache(model, device) if recurrent else (None, run_probe(model, device))
         if not recurrent and max(probe.calls.values(), default=0) > 1:  # `make_cache` makes several passes

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from ..common.expert_files import Experts, Form, by_layer, find_experts
 from ..common.model_folder import experts_of, read_config, refused
 from .attention import ATTENTION, finish
 from .disk import STAGING, TYPES
-from .loading import NF4, Host, Placement, decoder_layers, type_to_load
+from .loading import NF4, Host, Placement, decoder_layers, runs_of, type_to_load
 from .offload import BUFFERS, needs_pinning, pin_memory, unpin_memory
 
 MATRICES = {"gate_up_proj": ("gate_proj", "up_proj")}  # that an array holds; others hold one of their name
@@ -161,36 +162,62 @@ def _find(path: str, index: int, module: Any, stored: Mapping[str, Any]) -> Expe
     return find_experts(path, index, count, forms, {}, stored) if whole else None
 
 
+def divide_layers(sizes: Sequence[int], rooms: Sequence[int]) -> list[tuple[int, range]]:
+    """Divide layers among devices in proportion to their memory.
+
+    Args:
+        sizes: bytes of each layer and its caches, without experts.
+        rooms: bytes of each device for these, besides its smallest pools.
+
+    Returns:
+        `runs` of a placement; the first device gets all layers, if another has no room.
+    """
+    count = len(sizes)
+    ends = [round(count * end / sum(rooms)) for end in accumulate(rooms)] if min(rooms) > 0 else [count]
+    runs = runs_of([stop - start for start, stop in pairwise((0, *ends))])
+    fit = all(sum(sizes[numbers.start : numbers.stop]) <= rooms[device] for device, numbers in runs)
+    return runs if fit else [(0, range(count))]
+
+
 def plan_pools(
     experts: ExpertFolder,
     model: Any,
-    device: str,
+    rooms: Mapping[str, int],
     host: Host,
-    here: int,
     fixed: int,
     sizes: Sequence[int],
+    caches: Sequence[int],
     placement: Placement,
 ) -> Plan:
     """
     Args:
         experts: of the model.
         model: without experts.
-        device: its name.
+        rooms: by the devices' names, as for `divide_layers`; a device that computes in this machine's memory has none
+            of the smallest pools.
         host: as for `choose_placement`; its `needed` counts the smallest pools.
-        here: bytes of the device.
-        fixed: bytes of them for all but layers; where the device has its own memory, it counts the smallest pools, too.
+        fixed: bytes of the first device for all but layers.
         sizes: bytes of layers without experts.
-        placement: of these.
+        caches: bytes of their caches.
+        placement: of these layers.
     """
     layers, streamed, most = experts.layers, placement.streamed, max(sizes)
     moved, read = (sum(sizes[i] for i in some) for some in (streamed, placement.on_disk))
-    room = here - fixed - sum(sizes) + moved - (BUFFERS * most if streamed else 0)
-    left = host.memory - (moved - read) if host.apart else room
+    least, left, pools = memory_of(layers, pools_of(layers, 0)), host.memory - (moved - read), list[Pool]()
+    for device, numbers in placement.runs:
+        name, room = list(rooms.items())[device]
+        room -= sum(sizes[i] + caches[i] for i in numbers)
+        if device == 0:
+            room += moved - (BUFFERS * most if streamed else 0)
+            left = left if host.apart else room
+        at = [number for number, layer in enumerate(layers) if layer.index in numbers]
+        there = [replace(layers[number], device=name) for number in at]
+        for pool in (most_pools(there, room + least) or pools_of(there, 0)) if host.apart else ():
+            slots = min(pool.slots, MOST_GROUPS)
+            pools.append(replace(pool, slots=slots, layers=tuple(at[i] for i in pool.layers)))
     left -= host.needed + (STAGING * most if read else 0)
     weights = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
     moving = tuple(Layer(i, (Extent(-1, 0, sizes[i]),)) for i in placement.on_disk)
-    least = memory_of(layers, pools_of(layers, 0))
-    there = [replace(layer, device=device) for layer in layers]
     plan = Plan(
         memory=host.memory,
         needed=fixed + host.needed - least - weights + sum(sizes),
@@ -199,11 +226,8 @@ def plan_pools(
         cached=tuple(experts.extents),
         slots=min(STAGING, len(moving)),
         layers=len(sizes),
+        device_pools=tuple(pools),
     )
-    if host.apart:
-        pools = most_pools(there, room + least) or pools_of(there, 0)
-        taken = (replace(pool, slots=min(pool.slots, MOST_GROUPS)) for pool in pools)
-        plan = replace(plan, device_pools=tuple(taken))
     return with_pools(plan, layers, left + least)
 
 
@@ -256,11 +280,12 @@ def by_slots(func: Callable[..., Any], x: Any, ends: Any, pool: Any, table: Any)
 class CardPools:
     """See `edgespec.weights.tiered_memory.Devices`."""
 
-    def __init__(self, experts: Sequence[Experts], pools: Sequence[Pool], device: Any) -> None:
+    def __init__(self, experts: Sequence[Experts], pools: Sequence[Pool], where: Sequence[Any]) -> None:
         self.places: dict[int, DevicePlace] = {}
         for pool in pools:
             first = experts[pool.layers[0]]
             residents = Residents(len(pool.layers), first.layer.count, pool.slots)
+            device = where[pool.layers[0]]
             weights = [torch.empty((pool.slots, *form.shape), dtype=form.dtype, device=device) for form in first.forms]
             self.places |= {one: DevicePlace(residents, row, tuple(weights)) for row, one in enumerate(pool.layers)}
 
@@ -284,7 +309,7 @@ class Mixture:
         model: Any,
         folder: ExpertFolder,
         plan: Plan,
-        device: Any,
+        where: Sequence[Any],
         about: dict[str, Any] | None,
         progress: Progress,
     ) -> None:
@@ -294,7 +319,7 @@ class Mixture:
             model: without experts.
             folder: with them.
             plan: with their pools.
-            device: that computes.
+            where: the device that computes each layer with experts.
             about: key of the remembered scores; None: they are not remembered.
             progress: of reading.
 
@@ -302,9 +327,9 @@ class Mixture:
             OSError: a file cannot be opened.
             ModelError: experts cannot be read.
         """
-        self._prompt, self._device, self._pinned = False, device, list[Any]()
+        self._prompt, self._where, self._pinned = False, where, list[Any]()
         given = folder.paths, folder.layers, plan.pools, about, self._reserve
-        on_card = CardPools(folder.experts, plan.device_pools, device) if plan.device_pools else None
+        on_card = CardPools(folder.experts, plan.device_pools, where) if plan.device_pools else None
         self._on_card = on_card.places if on_card else {}
         self._hooks: dict[int, Any] = {}
         self.memory = TieredMemory(on_card, *given) if on_card else ExpertMemory(*given)
@@ -319,13 +344,16 @@ class Mixture:
     def _reserve(self, size: int) -> tuple[Any, int]:
         memory, address = own_memory(size)
         host = torch.frombuffer(memory, dtype=torch.uint8)
-        if needs_pinning(self._device) and pin_memory(host, self._device):
+        if needs_pinning(self._where[0]) and pin_memory(host, self._where[0]):
             self._pinned.append(host)
         return memory, address
 
     def _place(self, module: Any, number: int, one: Experts) -> None:
         there = self._on_card.get(number)
-        table, stay = torch.zeros(one.layer.count, dtype=torch.int64, device=self._device), self.memory.stays(number)
+        table, stay = (
+            torch.zeros(one.layer.count, dtype=torch.int64, device=self._where[number]),
+            self.memory.stays(number),
+        )
         for i, form in enumerate(one.forms):
             slots, memory = self.memory.slots(number), self.memory.memory(number, i)[0]
             count = slots * form.size // form.dtype.itemsize
@@ -360,8 +388,9 @@ class Mixture:
             self.memory.finish()
 
     def close(self) -> None:
-        finish(self._device)  # it may copy from pools
+        for device in dict.fromkeys(self._where):
+            finish(device)  # it may copy from pools
         self.memory.close()
         for host in self._pinned:
-            unpin_memory(host, self._device)
+            unpin_memory(host, self._where[0])
         self._pinned = []
