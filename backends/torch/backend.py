@@ -650,12 +650,12 @@ def assemble(
         placement = place(width)
         if experts and host:
             placement = replace(placement, buffers=BUFFERS)  # pools have the room of further ones
-            caches, several = caches_of(width), rooms(width)
-            runs = divide_layers([size + more for size, more in zip(sizes, caches, strict=True)], several)
+            of_layers, several = caches_of(width), rooms(width)
+            runs = divide_layers([size + more for size, more in zip(sizes, of_layers, strict=True)], several)
             placement = placement if placement.streamed else replace(placement, runs=runs)
             names = [name_of(one) + f" ({one})" * (len(placement.runs) > 1) for one in devices]
             pools = dict(zip(names, several, strict=True))
-            weights_plan = plan_pools(experts, model, pools, host, fixed(width), sizes, caches, placement)
+            weights_plan = plan_pools(experts, model, pools, host, fixed(width), sizes, of_layers, placement)
         spans = [(devices[number], numbers) for number, numbers in placement.runs]
         streamers = place_layers(model, spans, sizes, placement, copies, host, form)
     shape, capabilities = cells(width), limits(width)
