@@ -23,6 +23,7 @@ from test_torch import Recorder, needs_bitsandbytes
 from benchmarks import gpu_program, gpu_steps
 from benchmarks.gpu import HOST_SHARE, fitting_layers, measure, measures, memory_for, random_model
 from benchmarks.gpu_program import STEPS, command, run_steps
+from benchmarks.to_try import GPU
 from edgespec.cli.commands import main
 
 TINY = {
@@ -58,52 +59,68 @@ def memory_for_two(dtype):
 
 
 def measured(dtype, **options):
-    engines = []
+    """The figures of all passes, and the copy engines."""
+    engines, told = [], {}
 
     def copies(device, buffers):
         engines.append(Recorder(device, buffers))
         return engines[-1]
 
+    def tell(name, value, line):
+        told[name] = value
+
     memory = options.pop("memory", None) or memory_for_two(dtype)
-    report = measure(TINY, dtype, CPU, memory, SIZES, copies=copies, **{"host_bytes": 2**40} | options)
-    return report, engines
+    measure(tell, TINY, dtype, CPU, memory, SIZES, copies=copies, **{"host_bytes": 2**40} | options)
+    assert json.loads(json.dumps(told)) == told
+    assert [told[f"{row['nodes']} nodes"] for row in told["all"]["rows"]] == told["all"]["rows"]
+    return told["all"], engines
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("nf4", marks=needs_bitsandbytes)])
 def test_a_report(dtype):
     report, engines = measured(dtype)
-    assert (report.layers, report.full_layers) == (7, 7)
-    assert report.streamed_layers == 5
-    assert report.layer_bytes == block_bytes(random_model(TINY, dtype, CPU).model.layers[0])
-    assert report.streamed_bytes == report.streamed_layers * report.layer_bytes
-    assert [row.nodes for row in report.rows] == SIZES
-    for row in report.rows:
-        assert row.copy_seconds == report.streamed_bytes / report.bandwidth > 0
-        assert row.ratio == row.seconds / max(row.copy_seconds, row.compute_seconds)
+    assert (report["layers"], report["full_layers"]) == (7, 7)
+    assert report["streamed_layers"] == 5
+    assert report["layer_bytes"] == block_bytes(random_model(TINY, dtype, CPU).model.layers[0])
+    assert report["streamed_bytes"] == report["streamed_layers"] * report["layer_bytes"]
+    assert [row["nodes"] for row in report["rows"]] == SIZES
+    for row in report["rows"]:
+        assert row["copy_seconds"] == report["streamed_bytes"] / report["bandwidth"] > 0
+        assert row["ratio"] == row["seconds"] / max(row["copy_seconds"], row["compute_seconds"])
     assert len(engines) == 1  # the two small models for the computation's cost copy nothing
     fills = sum(kind == "fill" for kind, _ in engines[0].events)
     passes = 2 + len(SIZES) * 3  # the probe, the text, and every size with a pass to warm up
     assert fills == 2 + 5 * passes  # the first two are filled before there is a pass
-    assert json.loads(json.dumps(report.as_dict()))["rows"][1]["ratio"] == report.rows[1].ratio
 
 
 def test_fewer_layers_where_the_host_is_small():
     layer = block_bytes(random_model(TINY, "bfloat16", CPU).model.layers[0])
     report, _ = measured("bfloat16", host_bytes=int(4.5 * layer / HOST_SHARE))
-    assert (report.layers, report.full_layers) == (4, 7)
+    assert (report["layers"], report["full_layers"]) == (4, 7)
     assert fitting_layers(TINY, layer, 0) == 2
     assert fitting_layers(TINY, layer, 2**50) == 7
 
 
 def test_everything_resident():
     report, engines = measured("bfloat16", memory=2**40)
-    assert report.streamed_bytes == report.streamed_layers == 0
+    assert report["streamed_bytes"] == report["streamed_layers"] == 0
     assert engines == []
 
 
 def test_the_deadline():
     report, _ = measured("bfloat16", deadline=0.0)
-    assert len(report.rows) == 1
+    assert len(report["rows"]) == 1
+
+
+def test_what_wide_trees_cost_is_answered(monkeypatch):
+    monkeypatch.setattr("benchmarks.gpu.WIDE", SIZES[-1])
+    monkeypatch.setattr("benchmarks.gpu.time_trees", lambda backend, session, nodes: 1.0 if nodes == 1 else 1.5)
+    told = {}
+    measure(lambda name, *what: told.update({name: what}), TINY, "bfloat16", CPU, memory_for_two("bfloat16"), SIZES,
+            copies=HostCopies, host_bytes=2**40)  # fmt: skip
+    [[seen, means], line] = told["512 draft tokens"]
+    assert (seen, means) == ("1.50 (bfloat16)", GPU["512 draft tokens"].then)
+    assert line.endswith(f"{seen}; {means}")
 
 
 def test_a_model_on_two_cards(cards):

@@ -8,7 +8,6 @@ import copy
 import gc
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
 from time import perf_counter, sleep
 from typing import Any, cast
@@ -41,7 +40,8 @@ from edgespec.backends.torch.offload import (
     unpin_memory,
 )
 
-from benchmarks.to_try import Seen, equal_sizes, row_classes, seen_with
+from benchmarks.steps import Tell
+from benchmarks.to_try import GPU, Seen, answers, equal_sizes, row_classes, seen_with
 from edgespec.errors import UsageError
 from edgespec.loading.row_classes import tokens
 from edgespec.loading.timed_pass import time_pass
@@ -67,51 +67,11 @@ TEXT = 4000  # committed tokens before trees
 ROOM = 64  # tokens of trees' levels, and of accepted paths
 PASSES = 3
 HOST_SHARE = 0.75
-WIDE = 512  # nodes
+WIDE, WIDE_TREES = 512, "512 draft tokens"  # nodes, and the question about them
 ONE = {"num_hidden_layers": 1}
 FEW = (1, 2)  # layers of the two models whose difference is the cost of a layer
 
 Copies = Callable[[Any, int], CopyEngine]
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """
-    Attributes:
-        seconds: of a pass.
-        compute_seconds: of the same pass without copies.
-        copy_seconds: bytes / bandwidth.
-    """
-
-    nodes: int
-    seconds: float
-    compute_seconds: float
-    copy_seconds: float
-
-    @property
-    def ratio(self) -> float:
-        return self.seconds / max(self.compute_seconds, self.copy_seconds)
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """
-    Attributes:
-        streamed_bytes: of a pass.
-        bandwidth: host to device, bytes per second.
-    """
-
-    dtype: str
-    layers: int
-    full_layers: int
-    streamed_layers: int
-    layer_bytes: int
-    streamed_bytes: int
-    bandwidth: float
-    rows: list[Row]
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"rows": [asdict(row) | {"ratio": row.ratio} for row in self.rows]}
 
 
 class NoVocab:
@@ -218,6 +178,7 @@ def free(device: Any) -> None:
 
 
 def measure(
+    tell: Tell,
     shape: dict[str, Any],
     dtype: str,
     device: Any,
@@ -227,10 +188,10 @@ def measure(
     host_bytes: int,
     deadline: float = float("inf"),
     copies: Copies = CudaCopies,
-    made: Callable[[Row], None] = lambda row: None,
-) -> Report:
+) -> None:
     """
     Args:
+        tell: called with the figures of each size, and of all.
         shape: fields of a LlamaConfig.
         dtype: "bfloat16", "float16", "float32" or "nf4".
         device: where it computes.
@@ -239,7 +200,6 @@ def measure(
         host_bytes: free host memory; more layers than fit are left out.
         deadline: `perf_counter` time after which no further size is begun.
         copies: makes the copy engine.
-        made: called with each row.
 
     Raises:
         UsageError: the device's memory is too small.
@@ -258,20 +218,32 @@ def measure(
     model = random_model(shape | {"num_hidden_layers": layers}, dtype, device)
     backend = assemble(model, vocab, device, memory=memory, gpu=look(device), copies=copies, **options)
     streamed = sum(len(one.blocks) for one in backend.streamers)
-    rows, session = list[Row](), open_text(backend)
+    rows, session, copying = list[dict[str, float]](), open_text(backend), streamed * layer / rate
     for nodes in sizes:
         one, more = costs[nodes]
-        seconds = time_trees(backend, session, nodes)
-        rows.append(Row(nodes, seconds, one + (layers - 1) * more, streamed * layer / rate))
-        made(rows[-1])
+        seconds, computing = time_trees(backend, session, nodes), one + (layers - 1) * more
+        ratio = seconds / max(computing, copying)
+        rows.append({"nodes": nodes, "seconds": seconds, "compute_seconds": computing, "copy_seconds": copying})
+        rows[-1]["ratio"] = ratio
+        shown = f"computation {computing:.3f}, copies {copying:.3f}; {ratio:.2f} of the larger"
+        tell(f"{nodes} nodes", rows[-1], f"{nodes} nodes: {seconds:.3f} s ({shown})")
         if perf_counter() > deadline:
             break
     session.close()
     backend.close()
     del model, backend
     free(device)
-    full = shape["num_hidden_layers"]
-    return Report(dtype, layers, full, streamed, layer, streamed * layer, rate, rows)
+    about = {
+        "dtype": dtype, "layers": layers, "full_layers": shape["num_hidden_layers"], "streamed_layers": streamed,
+        "layer_bytes": layer, "streamed_bytes": streamed * layer, "bandwidth": rate, "rows": rows,
+    }  # fmt: skip
+    bytes_of_pass = f"{format_size(streamed * layer)} a pass at {rate / 1e9:.1f} GB/s"
+    tell("all", about, f"{streamed} of {layers} layers are streamed: {bytes_of_pass}")
+    took = {row["nodes"]: row["seconds"] for row in rows}
+    if streamed and {1, WIDE} <= took.keys():
+        seen = {WIDE_TREES: Seen(took[WIDE] / took[1], f"{took[WIDE] / took[1]:.2f} ({dtype})")}
+        [(asked, found, means)] = answers({WIDE_TREES: GPU[WIDE_TREES]}, {}, seen)
+        tell(WIDE_TREES, [found, means], f"{asked}: {found}; {means}")
 
 
 def tree_of(nodes: int) -> IntArray:
@@ -456,14 +428,3 @@ def compare_split(device: Any, copies: Copies) -> Seen:
         backend.close()
     ratio, wrong = seconds[1] / seconds[0], int((rows[0] != rows[1]).sum())
     return Seen(ratio, f"{ratio:.2f}; {wrong} of {rows[0].size} logits differ")
-
-
-def known(reports: Sequence[Report]) -> dict[str, Seen]:
-    """Answers that the reports have given."""
-    found = {}
-    for report in reports:
-        seconds = {row.nodes: row.seconds for row in report.rows}
-        if report.streamed_layers and {1, WIDE} <= seconds.keys():
-            ratio = seconds[WIDE] / seconds[1]
-            found["512 draft tokens"] = Seen(ratio, f"{ratio:.2f} ({report.dtype})")
-    return found

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import wraps
 from importlib.util import find_spec
 from statistics import median
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch.nn.attention import SDPBackend
 
 from benchmarks import gpu
-from benchmarks.gpu import LLAMA_70B, Copies, Row, make, random_model, time_trees, tree_of
+from benchmarks.gpu import LLAMA_70B, Copies, make, random_model, time_trees, tree_of
 from benchmarks.steps import Tell
 from benchmarks.to_try import GPU, answers
 from edgespec.errors import UsageError
@@ -243,26 +243,10 @@ def streamed(tell: Tell, card: Card, dtype: str) -> None:
     shape, nodes = card.shape(LLAMA_70B), FEW_NODES if card.tiny else NODES
     memory = gpu.memory_for(shape, dtype, nodes, 3) if card.tiny else card.memory
 
-    def made(row: Row) -> None:
-        shown = f"computation {row.compute_seconds:.3f}, copies {row.copy_seconds:.3f}; {row.ratio:.2f} of the larger"
-        tell(f"{row.nodes} nodes", asdict(row), f"{row.nodes} nodes: {row.seconds:.3f} s ({shown})")
-
-    report = gpu.measure(
-        shape,
-        dtype,
-        card.place,
-        memory,
-        nodes,
-        host_bytes=available_memory(),
-        deadline=card.deadline,
+    gpu.measure(
+        tell, shape, dtype, card.place, memory, nodes, host_bytes=available_memory(), deadline=card.deadline,
         copies=card.copies,
-        made=made,
-    )
-    bytes_of_pass = f"{format_size(report.streamed_bytes)} a pass at {report.bandwidth / 1e9:.1f} GB/s"
-    tell("all", report.as_dict(), f"{report.streamed_layers} of {report.layers} layers are streamed: {bytes_of_pass}")
-    for name, seen in gpu.known([report]).items():
-        [(asked, found, means)] = answers({name: GPU[name]}, {}, {name: seen})
-        tell(name, [found, means], f"{asked}: {found}; {means}")
+    )  # fmt: skip
 
 
 @step
