@@ -10,6 +10,7 @@ pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 from conftest import Run, shared_folder
 
+from benchmarks import fuzz
 from benchmarks.fuzz import Call, Case, _plain, check, draw, in_child, script, shrunk
 from edgespec.loop import generate
 from edgespec.loop.verify import Walk
@@ -25,22 +26,29 @@ def folder(request: pytest.FixtureRequest) -> Path:
     return path
 
 
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = fuzz._options
+    monkeypatch.setattr(fuzz, "_options", lambda *given, **more: options(*given, **more) | SMALL)
+
+
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("number", range(9))
 def test_texts_of_random_requests_are_those_of_plain_decoding(number: int, folder: Path) -> None:
-    found = check(draw(0, number, **PAIR, fixed=SMALL), folder)
+    found = check(draw(0, number, **PAIR), folder)
     assert found.texts or found.refused  # as where no passes of all sizes agree
     assert not found.wrong
 
 
+@pytest.mark.usefixtures("quick")
 def test_the_program_runs_a_case_in_a_process_of_its_own(
     bench: Run, small: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("PYTHONPATH", "OMP_WAIT_POLICY", "XDG_CACHE_HOME"):  # which the program sets
         monkeypatch.setenv(name, os.environ.get(name, ""))
     monkeypatch.setattr(sys, "path", [*sys.path])
-    options = [f"--with={name}={value}" for name, value in SMALL.items()]
-    code, shown, said = bench("fuzz", "--cases", 1, "--model", small, *options, "--out", folder)
+    code, shown, said = bench("fuzz", "--cases", 1, "--model", small, "--out", folder)
     assert (code, shown.splitlines()[-1].startswith("1 cases, 0 refused, ")) == (0, True), said
     assert shown.endswith(" 0 defects\n")
 

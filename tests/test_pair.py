@@ -339,7 +339,7 @@ def test_tables_and_the_picture(tmp_path: Path) -> None:
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     picture(found, tmp_path / "a.png")  # a picture is replaced
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["a.png"]
-    with pytest.raises(EdgespecError, match="there is no folder"):
+    with pytest.raises(EdgespecError, match="cannot be written"):
         picture(found, tmp_path / "missing" / "a.png")
 
 

@@ -40,7 +40,6 @@ def test_help_says_what_each_subcommand_does_in_a_few_words(bench):
         ("serve throughput FILE --model x --mode plain", "without --llama-server it is not measured: leave out --mode"),
         ("serve throughput FILE --model x --llama-options=-fa", "it is not measured: leave out --llama-options"),
         ("serve throughput FILE --model x --llama-server y --mode quick", "there is no mode 'quick'"),
-        ("fuzz --with parallel", "--with is 'parallel', but must be like parallel=5"),
         ("fuzz --minutes nan", "nan is not a finite number"),
         ("speed", "no such command 'speed'"),
     ],

@@ -109,16 +109,6 @@ def check_picture(path: str | Path) -> None:
     check_out(path, PNG, "a PNG picture")
 
 
-def write_picture(figure: Any, out: Path) -> None:
-    """
-    Raises:
-        EdgespecError: it cannot be written.
-    """
-    drawn = BytesIO()
-    figure.savefig(drawn, format="png", dpi=110)
-    write(out, drawn.getvalue())
-
-
 def write(out: Path, data: str | bytes) -> None:
     """
     Raises:
@@ -130,21 +120,15 @@ def write(out: Path, data: str | bytes) -> None:
         raise EdgespecError(f"{out}: cannot be written: {error.strerror or error}") from error
 
 
-def label_axes(axes: Any, what: str, budgets: Sequence[int]) -> None:
-    axes.set(xlabel="draft tokens per pass", ylabel=what, xscale="log")
-    axes.set_xticks(budgets, [str(budget) for budget in budgets])
-    axes.minorticks_off()
-    axes.set_ylim(bottom=0)
-    axes.legend()
-
-
 def picture(found: Measured, out: Path) -> None:
     """
+    Args:
+        found: the measurement.
+        out: of `check_picture`.
+
     Raises:
-        MissingPackage, UsageError: as for `check_picture`.
         EdgespecError: the picture cannot be written.
     """
-    check_picture(out)
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
@@ -156,10 +140,17 @@ def picture(found: Measured, out: Path) -> None:
         right.plot(places, [row.tokens_per_second for row in rows], "o-", label=name)
     left.axhline(1, color="grey", linestyle="--", label="plain")
     right.axhline(found.plain.tokens_per_second, color="grey", linestyle="--", label="plain")
+    places = [row.budget for row in found.rows if row.budget]
     for axes, what in ((left, "tokens per pass"), (right, "tokens/s")):
-        label_axes(axes, what, [row.budget for row in found.rows if row.budget])
+        axes.set(xlabel="draft tokens per pass", ylabel=what, xscale="log")
+        axes.set_xticks(places, map(str, places))
+        axes.minorticks_off()
+        axes.set_ylim(bottom=0)
+        axes.legend()
     figure.suptitle(Path(found.target).name + (f" + {Path(found.draft).name}" if found.draft else ""))
-    write_picture(figure, out)
+    drawn = BytesIO()
+    figure.savefig(drawn, format="png", dpi=110)
+    write(out, drawn.getvalue())
 
 
 def figures(found: Measured, memory: str | None) -> dict[str, Any]:

@@ -135,10 +135,7 @@ class Text:
 # Drawing.
 
 
-def draw(
-    seed: int, number: int, model: str = "", draft: str = "", fixed: Mapping[str, Any] | None = None,
-    questions: Sequence[str] = (),
-) -> Case:  # fmt: skip
+def draw(seed: int, number: int, model: str = "", draft: str = "", questions: Sequence[str] = ()) -> Case:
     """Case `number` of a seed.
 
     Args:
@@ -146,7 +143,6 @@ def draw(
         number: of the case.
         model: a real model for the target; "": made up ones.
         draft: a draft for it.
-        fixed: options of `edgespec.load` that are not drawn.
         questions: prompts begin as these do; (): they are made of a few words.
     """
     chance = random.Random(f"{seed} {number}")
@@ -156,7 +152,7 @@ def draw(
         draft = f"{family} {chance.choice(list(TYPES))}{chance.choice(('', FIRST)) if family in DENSE else ''}"
     elif chance.random() < 0.3:
         draft = ""
-    options = _options(chance, bool(draft), small=not model) | dict(fixed or {})
+    options = _options(chance, bool(draft), small=not model)
     if not model and family in HYBRIDS and options["exact"] != "off":
         options["exact"] = None  # there is no other
     if family == DEEP and chance.random() < 0.8:

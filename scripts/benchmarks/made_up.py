@@ -162,6 +162,12 @@ def add_values(writer: Any, values: Mapping[str, Any]) -> None:
         add[type(value)](key, value)
 
 
+def add_field(writer: Any, key: str, field: Any) -> None:
+    """Add a `gguf.ReaderField` of another file to a header, under this key."""
+    kind, *more = field.types
+    writer.add_key_value(key, field.contents(), kind, more[-1] if more else None)
+
+
 def _values(shape: Shape) -> dict[str, Any]:
     found = {
         "block_count": shape.layers, "context_length": CONTEXT, "embedding_length": shape.width,

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.made_up import Bytes, Planned, write_planned
+from benchmarks.made_up import Bytes, Planned, add_field, add_values, write_planned
 from edgespec.errors import ModelError, UsageError
 from edgespec.loop.sampling import Float32Array
 from edgespec.models.convert.folder_from_gguf import check_out, import_gguf, read_gguf
@@ -81,13 +81,13 @@ def write_mixture(
     shared = [one.shape[0] for one in planned if "ffn_up_shexp" in one.name]
     if not shared:
         raise ModelError(f"{source}: has no feed forward that could be cut")
-    own |= {"feed_forward_length": experts.width, "expert_shared_feed_forward_length": shared[0]}
+    own |= {"feed_forward_length": experts.width, "expert_shared_feed_forward_length": shared[0], "logit_scale": 1.0}
     for layer, rows in enumerate(routers()):
         data = rows.view(np.uint8)
         name = f"blk.{layer}.ffn_gate_inp.weight"
         planned.append(Planned(name, gguf.GGMLQuantizationType.F32, data.shape, partial(np.copy, data)))
     return write_planned(
-        out, ARCHITECTURE, planned, lambda writer: _write_values(writer, found.fields, values, own), progress
+        out, ARCHITECTURE, planned, lambda writer: _write_values(writer, found.fields, kind, own), progress
     )
 
 
@@ -138,7 +138,7 @@ def _heads(source: Path, values: dict[str, Any], part: str) -> int:
     return count
 
 
-def _own_values(source: Path, values: dict[str, Any], experts: Experts) -> dict[str, int]:
+def _own_values(source: Path, values: dict[str, Any], experts: Experts) -> dict[str, Any]:
     kind = values["general.architecture"]
     missing = [key for key in (f"{kind}.embedding_length", "tokenizer.ggml.tokens") if key not in values]
     if missing:
@@ -153,18 +153,9 @@ def _own_values(source: Path, values: dict[str, Any], experts: Experts) -> dict[
     }
 
 
-def _write_values(writer: Any, fields: dict[str, Any], values: dict[str, Any], own: dict[str, int]) -> None:
-    gguf = import_gguf()
-    kind = values["general.architecture"]
-    for key, value in own.items():
-        writer.add_uint32(f"{ARCHITECTURE}.{key}", value)
-    writer.add_float32(f"{ARCHITECTURE}.logit_scale", 1.0)
+def _write_values(writer: Any, fields: dict[str, Any], kind: str, own: dict[str, Any]) -> None:
+    add_values(writer, {f"{ARCHITECTURE}.{key}": value for key, value in own.items()})
     for name, field in fields.items():
         short = name.removeprefix(f"{kind}.")
-        if name.startswith("split.") or name == "general.architecture" or short in own:
-            continue
-        key = name if short == name else f"{ARCHITECTURE}.{short}"
-        if field.types[0] == gguf.GGUFValueType.ARRAY:
-            writer.add_array(key, values[name])
-        else:
-            writer.add_key_value(key, values[name], field.types[0])
+        if not (name.startswith("split.") or name == "general.architecture" or short in own):
+            add_field(writer, name if short == name else f"{ARCHITECTURE}.{short}", field)

@@ -1,6 +1,5 @@
 """Options and their types that subcommands share."""
 
-import ast
 from collections.abc import Callable
 from math import isfinite
 from pathlib import Path
@@ -9,7 +8,6 @@ from typing import Any
 import click
 
 from edgespec.cli.options import together
-from edgespec.errors import must_be
 from edgespec.machine.files import check_out
 from edgespec.measure.bench import read_prompts
 
@@ -53,18 +51,3 @@ class Number(click.FloatRange):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         found = super().convert(value, param, ctx)
         return found if isfinite(found) else self.fail(f"{value} is not a finite number.", param, ctx)
-
-
-class Setting(click.types.StringParamType):
-    """An option of `edgespec.load` and its value."""
-
-    name = "NAME=VALUE"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        name, equals, text = value.partition("=")
-        if not (name and equals):
-            raise must_be(param.opts[0] if param else "the option", value, "like parallel=5")
-        try:
-            return name, ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            return name, text

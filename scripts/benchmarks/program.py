@@ -7,21 +7,7 @@ import click
 COMMANDS = ("accuracy", "fuzz", "measured", "offload", "serve", "speeds")
 
 
-class Bench(click.Group):
-    """Imports only the subcommand that runs."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
-            return None
-        found: click.Command = import_module(f"benchmarks.commands.{cmd_name}").command
-        return found
-
-
 @click.group(
-    cls=Bench,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
 )
 def bench() -> None:
@@ -29,3 +15,7 @@ def bench() -> None:
 
     `edgespec bench` compares planners with plain decoding.
     """
+
+
+for name in COMMANDS:
+    bench.add_command(import_module(f"benchmarks.commands.{name}").command, name)

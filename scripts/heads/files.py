@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 from edgespec.backends.torch.eagle import EagleHead
-from gguf import GGUFValueType, GGUFWriter, LlamaFileType
+from gguf import GGUFWriter, LlamaFileType
 from safetensors.torch import save
 
-from benchmarks.made_up import add_values
+from benchmarks.made_up import add_field, add_values
 from edgespec.machine.files import write_whole
 from edgespec.models.convert.folder_from_gguf import appearing, read_gguf
 
@@ -44,10 +44,7 @@ def write_gguf(head: EagleHead, vocabulary: Path, path: Path) -> None:
         add_values(writer, {"general.type": "model", "general.name": path.stem, **_values(head)})
         for key, field in read_gguf(vocabulary).fields.items():
             if key.startswith("tokenizer."):
-                kinds = field.types
-                writer.add_key_value(
-                    key, field.contents(), kinds[0], kinds[-1] if kinds[0] == GGUFValueType.ARRAY else None
-                )
+                add_field(writer, key, field)
         for name, values in _tensors(head):
             writer.add_tensor(name, values)
         writer.write_header_to_file()

@@ -6,16 +6,16 @@ from collections import Counter
 from itertools import count
 from pathlib import Path
 from time import monotonic
-from typing import Any
 
 import click
 
 from benchmarks.fuzz import Case, Found, draw, in_child, script, shrunk
-from benchmarks.options import AT_LEAST_1, FILE, Number, Setting, questions
+from benchmarks.options import AT_LEAST_1, FILE, Number, questions
 from edgespec.cli.terminal import Bars
 
 SHRINKING, MOST_SHRINKING, TURNS = 120, 600, 12  # seconds, and times those of the case
 REPEATED = 3
+HANGS_AFTER = 60  # seconds without processor time
 
 
 @click.command(
@@ -23,7 +23,7 @@ REPEATED = 3
 Examples:
   scripts/bench fuzz --minutes 60
   scripts/bench fuzz --only 4711
-  scripts/bench fuzz --model big.gguf --draft small.gguf --with memory=1380M --with exact=wide
+  scripts/bench fuzz --model big.gguf --draft small.gguf --prompts questions.jsonl
 
 Case N is a function of the seed and N. A defect is shrunk to a script in the folder --out. Exit code 1: there are
 some."""
@@ -35,12 +35,10 @@ some."""
 @click.option("--model", default="", show_default=False, help="A real model, instead of those that are made up.")
 @click.option("--draft", default="", show_default=False, help="A draft for it.")
 @click.option("--prompts", type=FILE, help="JSONL with questions.")
-@click.option("--with", "fixed", multiple=True, type=Setting(), help="An option of edgespec.load; repeatable.")
-@click.option("--seconds", default=60, help="Without processor time: a case hangs.")
 @click.option("--out", default="build/fuzz", type=click.Path(file_okay=False, path_type=Path))
 def command(
     minutes: float | None, cases: int | None, seed: int, only: int | None, model: str, draft: str,
-    prompts: Path | None, fixed: tuple[tuple[str, Any], ...], seconds: int, out: Path,
+    prompts: Path | None, out: Path,
 ) -> None:  # fmt: skip
     """Compare random requests with plain decoding.
 
@@ -61,8 +59,8 @@ def command(
                 break
             bars.update("fuzzing", int(100 * max(spent / end if end else 0, number / cases if cases else 0)), 100)
             bars.say(f"fuzzing; {_summary(counts)}")
-            case, begun = draw(seed, number, model, draft, dict(fixed), asked), monotonic()
-            found = in_child(case, out.resolve(), seconds)
+            case, begun = draw(seed, number, model, draft, asked), monotonic()
+            found = in_child(case, out.resolve(), HANGS_AFTER)
             if only is not None:
                 click.echo(f"{case}\n{found}")
             counts += Counter({
@@ -72,7 +70,7 @@ def command(
             if found.wrong:
                 bars.say(f"fuzzing; shrinking case {number}")
                 limit = min(MOST_SHRINKING, max(SHRINKING, TURNS * (monotonic() - begun)))
-                click.echo(_shrink(case, found, f"seed {seed}, case {number}", out.resolve(), seconds, limit))
+                click.echo(_shrink(case, found, f"seed {seed}, case {number}", out.resolve(), limit))
     except KeyboardInterrupt:
         click.echo("stopped", err=True)
     finally:
@@ -86,12 +84,12 @@ def _summary(counts: Counter[str]) -> str:
     return ", ".join(f"{counts[name]} {name}" for name in names)
 
 
-def _shrink(case: Case, found: Found, name: str, out: Path, seconds: int, limit: float) -> str:
+def _shrink(case: Case, found: Found, name: str, out: Path, limit: float) -> str:
     kind, line = found.wrong[0]
     about, path = f"{name}: {kind}: {line}", out / f"{name.replace(' ', '-').replace(',', '')}.py"
 
     def has_it(one: Case) -> bool:
-        return kind in dict(in_child(one, out, seconds, kind).wrong)
+        return kind in dict(in_child(one, out, HANGS_AFTER, kind).wrong)
 
     path.write_text(script(case, about), encoding="utf-8")  # Ctrl-C may end what follows
     if not any(has_it(case) for _ in range(REPEATED)):
