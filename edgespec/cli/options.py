@@ -156,11 +156,6 @@ LENDER_OPTION = click.option(
     callback=lambda context, option, value: list(value) or None,
     help="llamacpp: where `edgespec lend` listens; layers that do not fit here go there. Repeatable.",
 )
-GPU_LAYERS_HELP = "llamacpp, torch: layers on the GPU; -1 = all. [default: auto, as many as --gpu-memory takes]"
-GPU_MEMORY_HELP = "llamacpp, torch: memory of each GPU to use, such as 10G. [default: what is free]"
-KV_TYPE_HELP = "llamacpp: type of keys and values, such as f16, q8_0 or f16/q8_0. [default: f16]"
-EXACT_HELP = "Row class of all passes: narrow (few draft tokens), wide (many), any (all), off. [default: what suits]"
-MEMORY_HELP = "Memory to use, such as 12G; what does not fit is read from disk. [default: what is free]"
 DRAFT_OPTION = click.option(
     "--draft",
     metavar="MODEL",
@@ -190,9 +185,19 @@ def context_option(**more: Any) -> Callable[[Any], Any]:
 
 
 CONTEXT_OPTION = context_option(help="Context in tokens, 0 = as trained. [default: the model's, else 4096]")
-MEMORY_OPTION = click.option("--memory", metavar="SIZE", help=MEMORY_HELP)
-KV_TYPE_OPTION = click.option("--kv-type", metavar="NAME", help=KV_TYPE_HELP)
-EXACT_OPTION = click.option("--exact", metavar="NAME", help=EXACT_HELP)
+MEMORY_OPTION = click.option(
+    "--memory",
+    metavar="SIZE",
+    help="Memory to use, such as 12G; what does not fit is read from disk. [default: what is free]",
+)
+KV_TYPE_OPTION = click.option(
+    "--kv-type", metavar="NAME", help="llamacpp: type of keys and values, such as f16, q8_0 or f16/q8_0. [default: f16]"
+)
+EXACT_OPTION = click.option(
+    "--exact",
+    metavar="NAME",
+    help="Row class of all passes: narrow (few draft tokens), wide (many), any (all), off. [default: what suits]",
+)
 MODELS_OPTION = click.option(
     "--models", "models_file", metavar="FILE", callback=not_empty, help="A models.yaml besides the built-in one."
 )
@@ -241,14 +246,23 @@ MODEL_OPTIONS = together(
     CONTEXT_OPTION,
     backend_option("by what MODEL is"),
     click.option("--threads", type=int, help="llamacpp, torch: compute threads. [default: the engine's choice]"),
-    click.option("--gpu-layers", metavar="N", callback=_gpu_layers, help=GPU_LAYERS_HELP),
+    click.option(
+        "--gpu-layers",
+        metavar="N",
+        callback=_gpu_layers,
+        help="llamacpp, torch: layers on the GPU; -1 = all. [default: auto, as many as --gpu-memory takes]",
+    ),
     MEMORY_OPTION,
     LENDER_OPTION,
     KV_TYPE_OPTION,
     EXACT_OPTION,
     click.option("--device", metavar="NAME", help="torch: cuda, cuda:1, mps or cpu. [default: the first there is]"),
     click.option("--dtype", metavar="NAME", help="torch: float32, float16, bfloat16, nf4. [default: the model's]"),
-    click.option("--gpu-memory", metavar="SIZE", help=GPU_MEMORY_HELP),
+    click.option(
+        "--gpu-memory",
+        metavar="SIZE",
+        help="llamacpp, torch: memory of each GPU to use, such as 10G. [default: what is free]",
+    ),
     click.option("--keep-packed", is_flag=True, help="torch: keep nf4 layers in the cache folder for the next start."),
     MODELS_OPTION,
     _in_python("--depth", "edgespec.load(…, depth=…)", type=int),

@@ -23,7 +23,7 @@ import numpy as np
 from edgespec.backends.llamacpp.context import ContextSize
 from edgespec.backends.llamacpp.engine import engine as llamacpp
 from edgespec.backends.llamacpp.ggml.files import file_size
-from edgespec.backends.llamacpp.memory.gpu import about_pools
+from edgespec.backends.llamacpp.memory.gpu import about_pools, find_gpus
 from edgespec.backends.llamacpp.memory.planning import CHUNKS, MemoryPlanner, memory_needs, pool_reserve
 from edgespec.backends.mlx import backend as engine
 from edgespec.backends.mlx.memory import find_layout, plan_weights
@@ -170,8 +170,8 @@ def pass_times(folder: Path, share: float, nodes: Sequence[int]) -> list[Found]:
     return found
 
 
-def engine_seconds(source: str, folder: Path, share: float, nodes: int) -> dict[str, float]:
-    """Time a streamed pass of a GGUF and of a folder made of it, which is remembered where the model is large."""
+def compare_engines(source: str, folder: Path, share: float, nodes: int = NODES[-1]) -> Seen:
+    """Time a streamed pass of a GGUF and of a folder made of it; `edgespec run` offers the faster engine by it."""
     size, machine = Path(source).stat().st_size, this_machine(source, llamacpp.gpus(None))
     memory = memory_needs(source, ContextSize(1024, nodes, 1, nodes + 1), machine) + int(share * size)
     options = {"context_length": 1024, "budget": nodes, "memory": memory}
@@ -179,16 +179,10 @@ def engine_seconds(source: str, folder: Path, share: float, nodes: int) -> dict[
         seconds = {"llamacpp": time_pass(backend, nodes).seconds}
     with streamed(folder, share) as backend:
         seconds["mlx"] = time_pass(backend, nodes).seconds
+    kept = f"not remembered, for the model is below {LARGE / 1e9:.0f} GB"
     if size >= LARGE:
         remember(about_engines(), seconds)
-    return seconds
-
-
-def compare_engines(source: str, folder: Path, share: float, nodes: int = NODES[-1]) -> Seen:
-    """`edgespec run` offers the faster engine by it."""
-    seconds = engine_seconds(source, folder, share, nodes)
-    large = Path(source).stat().st_size >= LARGE
-    kept = "remembered" if large else f"not remembered, for the model is below {LARGE / 1e9:.0f} GB"
+        kept = "remembered"
     times = ", ".join(f"{name} {one:.3f} s" for name, one in seconds.items())
     return Seen(seconds["llamacpp"] / seconds["mlx"], f"streamed pass over {nodes} nodes: {times}; {kept}")
 
@@ -196,12 +190,7 @@ def compare_engines(source: str, folder: Path, share: float, nodes: int = NODES[
 def check_devices() -> list[Found]:
     info = {name: value for name, value in mx.device_info().items() if "size" in name or "name" in name}
     found = [Found("machine", None, f"{platform.platform()}, mlx {mx.__version__}, {mx.default_device()}, {info}")]
-    try:
-        from edgespec.backends.llamacpp.memory.gpu import find_gpus
-
-        found.append(Found("llama.cpp", None, str(find_gpus() or "no GPU")))
-    except ImportError as error:
-        found.append(Found("llama.cpp", None, str(error)))
+    found.append(Found("llama.cpp", None, str(find_gpus() or "no GPU")))
     return found
 
 

@@ -27,7 +27,6 @@ from edgespec.machine.this_machine import this_machine
 
 INPUTS = "ffn_norm"  # the operation that gives what a router would read
 LONGEST = 512  # tokens of a prompt
-TOGETHER = 16  # texts that are generated in the same passes
 DIRECTIONS = 32
 TINY = 1e-4  # of the strongest direction: one that is nothing but rounding
 STEPS = 25  # of k-means
@@ -75,46 +74,35 @@ def record(path: str, prompts: Sequence[str], tokens: int, progress: Callable[[i
         ModelError: it cannot be loaded.
     """
     options = LoadOptions(
-        context_length=LONGEST + tokens, budget=LONGEST, sessions=TOGETHER, exact="off", gpu_layers=0, resident=True
+        context_length=LONGEST + tokens, budget=LONGEST, sessions=1, exact="off", gpu_layers=0, resident=True
     )
     plan, recorder, found = plan_here(path, options, this_machine(path)), Recorder(), list[Float32Array]()
     with closing(load_here(plan, plan.ways[-1], lambda done, total: None, recorder)) as backend:
         vocab = backend.vocab
-        asked = [
-            render_chat(vocab, user_messages(text))
-            if vocab.chat_template
-            else vocab.encode(text, add_bos=True, parse_special=False)
-            for text in prompts
-        ]
-        asked = [ids for ids in asked if len(ids) <= LONGEST]
-        for start in range(0, len(asked), TOGETHER):
-            found += _answer(backend, recorder, asked[start : start + TOGETHER], tokens)
-            progress(len(found), len(asked))
+        for number, text in enumerate(prompts, 1):
+            if vocab.chat_template:
+                ids = render_chat(vocab, user_messages(text))
+            else:
+                ids = vocab.encode(text, add_bos=True, parse_special=False)
+            if len(ids) <= LONGEST:
+                found.append(_answer(backend, recorder, ids, tokens))
+            progress(number, len(prompts))
     return found
 
 
-def _answer(backend: LlamaBackend, recorder: Recorder, asked: list[list[int]], tokens: int) -> list[Float32Array]:
-    sessions, parts = [backend.open() for _ in asked], list[list[Float32Array]]()
-    live = list[tuple[int, Any]]()  # number of a text and its next token
-    for number, ids in enumerate(asked):
-        nodes = np.arange(len(ids), dtype=np.int32)
-        (logits,) = backend.forward([Work(sessions[number], np.array(ids, np.int32), nodes - 1, nodes)])
-        sessions[number].commit(nodes.tolist())
-        parts.append([recorder.taken])
-        live.append((number, logits.row(len(ids) - 1).argmax()))
-    root = np.zeros(1, np.int32)
-    for _ in range(tokens):
-        live = [(number, token) for number, token in live if token not in backend.vocab.eog_ids]
-        if not live:
-            break
-        passed = backend.forward([Work(sessions[number], root + token, root - 1, root) for number, token in live])
-        for row, (number, _) in zip(recorder.taken, live, strict=True):
-            sessions[number].commit([0])
-            parts[number].append(row[None])
-        live = [(number, logits.row(0).argmax()) for (number, _), logits in zip(live, passed, strict=True)]
-    for session in sessions:
-        session.close()
-    return [np.concatenate(of_text) for of_text in parts]
+def _answer(backend: LlamaBackend, recorder: Recorder, read: list[int], tokens: int) -> Float32Array:
+    parts = list[Float32Array]()
+    with closing(backend.open()) as session:
+        while len(parts) <= tokens:
+            nodes = np.arange(len(read), dtype=np.int32)
+            # The last layer computes the rows that are wanted.
+            (logits,) = backend.forward([Work(session, np.array(read, np.int32), nodes - 1, nodes)])
+            session.commit(nodes.tolist())
+            parts.append(recorder.taken)
+            read = [int(logits.row(len(read) - 1).argmax())]
+            if read[0] in backend.vocab.eog_ids:
+                break
+    return np.concatenate(parts)
 
 
 def routers(
