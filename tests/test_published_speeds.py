@@ -153,6 +153,15 @@ def test_rows_of_todays_kernels_are_computed(version: str) -> None:
     assert [one.why for one in answered([row(engine_version_or_date="2023-12-24")])] == [""]
 
 
+def test_a_row_without_a_date_is_read(tmp_path: Path) -> None:
+    about = json.loads(FILE.read_text("utf-8").splitlines()[0])
+    (tmp_path / "x.jsonl").write_text(json.dumps({**about, "engine_version_or_date": None}))
+    dated = list(read(tmp_path / "x.jsonl"))
+    del about["engine_version_or_date"]
+    (tmp_path / "x.jsonl").write_text(json.dumps(about))
+    assert list(read(tmp_path / "x.jsonl")) == dated
+
+
 def test_a_processor_is_limited_by_decoding_where_weights_of_few_bits_take_long() -> None:
     def speeds(**changes: Any) -> list[float]:
         both = [row(**{"machine": "RTX 3060, DDR5-6000", "quant": quant} | changes) for quant in ("IQ3_XXS", "Q3_K_M")]

@@ -73,7 +73,7 @@ def must_be_ours(row: Row, engine: str, gpu: Speeds | None) -> None:
     Raises:
         ModelError: its passes over several rows are another engine's, or of kernels that were replaced.
     """
-    if row["engine"] == "mlx" and not row["source"].startswith("ml-explore/"):
+    if (row["kind"], row["engine"]) == ("b", "mlx") and not row["source"].startswith("ml-explore/"):
         raise ModelError("another project's server on mlx batches itself")
     published, by = KNOWN["replaced"].get(f"{gpu.name} {engine}", ("", "")) if gpu else ("", "")
     if re.match(r"20\d\d\b", when := row["engine_version_or_date"]) and when < str(published):

@@ -106,7 +106,7 @@ def read(file: Path) -> Iterator[Row]:
     """
     for number, line in enumerate(file.read_text("utf-8").splitlines(), 1):
         try:
-            row = json.loads(line)
+            row = {"engine_version_or_date": None} | json.loads(line)  # without it, of today's kernels
             yield {key: row[key] or usual for key, usual in USUAL.items()}
         except (ValueError, TypeError, LookupError) as error:
             raise UsageError(f"{file}, line {number}: must be an object with the keys {', '.join(USUAL)}") from error
