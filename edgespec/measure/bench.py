@@ -3,25 +3,18 @@
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from edgespec.errors import UsageError, check_whole
-from edgespec.loading.approximate import check_approximate, find_approximate
+from edgespec.loading.approximate import find_approximate
+from edgespec.loading.asked import asked_for
 from edgespec.loading.exact import note_on_budget
-from edgespec.loading.pair import (
-    choose_budget,
-    choose_context,
-    choose_draft,
-    choose_widest,
-    close_all,
-    open_backends,
-)
+from edgespec.loading.pair import close_all, open_backends
 from edgespec.loading.timed_pass import time_tiles
 from edgespec.loop.backend import Backend
-from edgespec.loop.engines import LoadOptions
 from edgespec.loop.passes import check_room
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
@@ -30,17 +23,9 @@ from edgespec.machine.files import read_text
 from edgespec.measure.lossless import explain
 from edgespec.measure.tables import table
 from edgespec.model import Model
-from edgespec.models.registry import find_model, local_path
+from edgespec.models.registry import local_path
 from edgespec.planners.auto import new_auto_state
-from edgespec.planners.choice import (
-    check_draft_options,
-    check_planner,
-    find_method,
-    make_planner,
-    options_of,
-    with_datastore,
-    with_draft,
-)
+from edgespec.planners.choice import check_draft_options, make_planner, options_of, with_datastore, with_draft
 
 FIELDS = ("prompt", "turns", "question", "text")  # of a record, the first that is there; of turns the first is taken
 SHARES = ("draft", "target", "wait", "plan")  # parts of an answer's seconds
@@ -113,20 +98,15 @@ def run_bench(
     sampling: dict[str, Any],
     planner_options: dict[str, Any],
     *,
-    draft: str | None = None,
     datastore: str | None = None,
-    budget: int | None = None,
     max_tokens: int = 96,
     raw: bool = False,
     system: str | None = None,
-    context_length: int | None = None,
-    models_file: str | None = None,
     ahead: bool | None = None,
-    approximate: str | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
     say: Callable[[str], None] = lambda text: None,
     ready: Callable[[Sequence[str]], None] = lambda notes: None,
-    **engine_options: Any,
+    **options: Any,
 ) -> dict[str, Any]:
     """Measure; further arguments are those of `edgespec.load` and `Model.stream`.
 
@@ -134,63 +114,51 @@ def run_bench(
         sampling: of all prompts; prompt i has seed + i.
         progress: called with the numbers of prompts that are done, and of all.
         ready: called when the models are loaded, with notes for the user.
-        engine_options: further fields of `LoadOptions`.
+        options: further arguments of `edgespec.load`.
 
     Returns:
         A report that `bench_table` shows and JSON holds. `unexplained` counts divergences that are not ties.
     """
-    entry = find_model(model, models_file)
-    names = ["none", *(name for name in dict.fromkeys(planners) if name != "none")]
-    options = {name: options_of(name, planner_options) for name in names}
-    method, max_tokens, notes = find_approximate(approximate), check_whole("max_tokens", max_tokens, 1), list[str]()
-    backend, stores = engine_options.get("backend"), with_datastore(names)
-    if method or with_draft(names):
-        draft = choose_draft(draft, entry, backend, models_file, heads=method is None, say=say, notes=notes)
-    else:
-        draft = None
-    for name in names:
-        check_planner(name, draft is not None, datastore if name in stores else None, options[name])
+    names, max_tokens = ["none", *dict.fromkeys(planners)], check_whole("max_tokens", max_tokens, 1)
+    drafting, copying, method = with_draft(names), with_datastore(names), find_approximate(options.get("approximate"))
     if method and not method.mixed:
         raise UsageError(f"bench compares planners, and with --approximate {method.name} each gives another text")
-    check_approximate(method, draft, names, engine_options.get("exact"), ahead)
-    check_draft_options(draft is not None, ahead, planner_options)
-    fixed, widest, budget = budget is not None, choose_widest(budget, entry), choose_budget(budget, entry)
-    load_options = LoadOptions(
-        context_length=choose_context(context_length, entry), budget=budget,
-        widest=widest,
-        ahead=bool(ahead) or any(find_method(name).ahead for name in names),
-        **(method.options if method else {}),
-        **engine_options | {"lenders": tuple(engine_options.get("lenders") or ())},
-    )  # fmt: skip
-    system = system or entry.defaults.system
-    backends = open_backends(entry, draft, models_file, load_options, say=say)
+    variants = {
+        name: asked_for(
+            model, planner=name, ahead=ahead if name in drafting else None, say=say,
+            datastore=datastore if name in copying else None, **options, **options_of(name, planner_options),
+        )
+        for name in names
+    }  # fmt: skip
+    first = next((one for one in variants.values() if one.draft), variants["none"])
+    fixed, budget = first.fixed, first.options.budget
+    check_draft_options(first.draft is not None, ahead, planner_options)
+    load_options = replace(first.options, ahead=any(one.options.ahead for one in variants.values()))
+    system = system or first.entry.defaults.system
+    backends = open_backends(first.entry, first.draft, first.models_file, load_options, say=say)
     try:
-        notes = [*backends[0].notes, *notes]
-        if fixed and names[1:]:
-            path = local_path(entry.target, fetch=False)
+        notes = [*backends[0].notes, *first.notes]
+        if fixed and len(variants) > 1:
+            path = local_path(first.entry.target, fetch=False)
             notes += note_on_budget(budget, backends[0], path, approximate=method is not None)
         ready(notes)
         asked = [prompt.text if raw else user_messages(prompt.text, system) for prompt in prompts]
         with Model(backends[0], make_planner("none", backends)) as loaded:
             token_ids = [loaded.encode(question) for question in asked]
         check_room(backends[0], max(map(len, token_ids)))  # before the first answer, since an error loses them all
-        tallies = {name: Tally() for name in names}
+        tallies = {name: Tally() for name in variants}
         limits = backends[0].capabilities
         paces = {
             name: None if fixed else new_auto_state(limits.streams, limits.experts, tiled=limits.tiled)
-            for name in names
+            for name in variants
         }
         time_tiles([*filter(None, paces.values())], *backends, say=say)
         progress(0, len(asked))
         for i, question in enumerate(asked):
             params = SamplingParams(**{**sampling, "seed": (sampling.get("seed", 0) + i) % 2**64})
             plain: list[int] = []
-            for name in names:
-                store = datastore if name in stores else None
-                planner = make_planner(
-                    name, backends, store, paces[name], ahead=False if method else ahead, **options[name]
-                )  # fmt: skip
-                planner = method.planner(planner, backends[1]) if method else planner
+            for name, variant in variants.items():
+                [planner] = variant.planners(backends, paces[name])
                 # A new session for every answer, so that no planner reuses what another has computed.
                 with Model(backends[0], planner, budget=max(budget, limits.widest), sampling=params) as loaded:
                     result = loaded.generate(question, max_tokens=max_tokens, seed=params.seed)
