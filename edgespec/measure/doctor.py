@@ -11,22 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import EdgespecError, ModelError, NoRoom, UsageError
+from edgespec.loading.asked import asked_for
 from edgespec.loading.draft_or_memory import Speeds, no_room, ways_of
 from edgespec.loading.exact import exactness_line, find_classes
-from edgespec.loading.pair import (
-    PairPlan,
-    choose_budget,
-    choose_context,
-    choose_draft,
-    choose_widest,
-    close_all,
-    load_pair,
-    plan_pair,
-    remembered_paces,
-)
+from edgespec.loading.pair import PairPlan, close_all, load_pair, plan_pair, remembered_paces
 from edgespec.loading.timed_pass import Pass, time_pass
 from edgespec.loading.where import where
-from edgespec.loop.engines import LoadOptions, TellsPlan, installed_backends
+from edgespec.loop.engines import TellsPlan, installed_backends
 from edgespec.loop.passes import most_nodes
 from edgespec.machine.disk import (
     Reading,
@@ -88,53 +79,26 @@ class Diagnosis(Outlook):
         return (self.plan.streamed_bytes + made.read) / self.disk if self.plan else 0.0
 
 
-def diagnose(
-    target: str,
-    *,
-    draft: str | None = None,
-    backend: str | None = None,
-    memory: str | int | None = None,
-    kv_type: str | None = None,
-    exact: str | None = None,
-    lenders: Sequence[str] | None = None,
-    budget: int | None = None,
-    context_length: int | None = None,
-    models_file: str | None = None,
-    say: Callable[[str], None] = lambda text: None,
-) -> Diagnosis:
+def diagnose(target: str, *, say: Callable[[str], None] = lambda text: None, **options: Any) -> Diagnosis:
     """Measure the disk and passes of a model on this machine, which takes about as long as loading it.
 
     Args:
         target: as for `edgespec.load`.
-        draft: as for `edgespec.load`.
-        backend: as for `edgespec.load`.
-        memory: as for `edgespec.load`.
-        kv_type: as for `edgespec.load`.
-        exact: as for `edgespec.load`.
-        lenders: as for `edgespec.load`.
-        budget: most draft tokens per pass.
-        context_length: most tokens of text.
-        models_file: a models.yaml besides the built-in one.
         say: called with the phase.
+        options: further arguments of `edgespec.load`.
 
     Raises:
         EdgespecError: a file is missing or damaged, or a value out of range.
     """
-    entry = find_model(target, models_file)
-    notes = list[str]()
-    draft = choose_draft(draft, entry, backend, models_file, say=say, notes=notes)
-    options = LoadOptions(
-        backend=backend, context_length=choose_context(context_length, entry), budget=choose_budget(budget, entry),
-        widest=choose_widest(budget, entry), memory=memory, kv_type=kv_type,
-        exact=exact, lenders=tuple(lenders or ()),
-    )  # fmt: skip
-    pair = plan_pair(entry, draft, models_file, options, now=False, say=say)
+    asked = asked_for(target, planner="auto", say=say, **options)
+    entry, draft, models_file, notes = asked.entry, asked.draft, asked.models_file, asked.notes
+    pair = plan_pair(entry, draft, models_file, asked.options, now=False, say=say)
     engine, path = pair.names[0], pair.paths[0]
     if len(set(pair.names)) > 1 or len({Path(one).is_dir() for one in pair.paths}) > 1:
         raise UsageError("doctor looks at a pair on one engine: target and draft must both be GGUF files, or folders")
     card = _head(path)
     head = card.size if card else _head_in_folder(path, engine) if draft == OWN_HEAD else 0
-    room = in_bytes("memory", memory)
+    room = in_bytes("memory", asked.options.memory)
     files, *others = map(_file_sizes, pair.paths)
     say("disk")
     disk = _read_disk(max(files, key=files.__getitem__))
@@ -152,7 +116,7 @@ def diagnose(
         by_head=pair.head and draft != OWN_LAYERS,
         remembered=remembered_paces(path),
     )
-    target_alone = plan_pair(entry, None, models_file, options, now=False, say=say)
+    target_alone = plan_pair(entry, None, models_file, asked.options, now=False, say=say)
     try:
         try:
             _try(found, pair, target_alone, say)
