@@ -9,8 +9,8 @@ import hashlib
 import os
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -56,7 +56,7 @@ def download(
         try:
             _in_pieces(request, there, progress)
         except _NoRangesError:
-            _run([lambda stop: _whole(request, there, stop)], there, progress)
+            _run([lambda stop: _fetch(request, there, there.done, size, stop, whole=True)], there, progress)
         there.sync()
     finally:
         there.close()
@@ -75,20 +75,12 @@ def read_range(request: OpenRange, start: int, stop: int) -> bytes:
     """Bytes of a file, which is not written; arguments and errors as for `download`."""
     found = bytearray()
 
-    def attempt() -> bool:
-        at = start + len(found)
-        with request(at, stop) as response:
-            _check(response)
-            before = 0 if response.status_code == 206 else at  # the server sends the whole file
-            for data in response.iter_bytes():
-                found.extend(data[before:])
-                before = max(0, before - len(data))
-                if len(found) >= stop - start:
-                    break
-        return len(found) >= stop - start
+    def attempt() -> None:
+        for at, data in _received(request, start + len(found), stop):
+            found.extend(data[max(0, start + len(found) - at) :])
 
-    _keep_trying(attempt, lambda: len(found), threading.Event())
-    return bytes(found[: stop - start])
+    _keep_trying(attempt, lambda: len(found), stop - start, threading.Event())
+    return bytes(found)
 
 
 def checksum(path: Path, progress: Callable[[int], None] = lambda done: None) -> str:
@@ -190,7 +182,7 @@ def _in_pieces(request: OpenRange, there: Partial, progress: Progress) -> None:
                 piece = waiting.get_nowait()
             except Empty:
                 return
-            _keep_trying(partial(_piece, request, there, piece, stop), partial(there.next, piece), stop)
+            _fetch(request, there, partial(there.next, piece), there.end(piece), stop)
 
     _run([work] * min(CONNECTIONS, waiting.qsize()), there, progress)
 
@@ -221,22 +213,45 @@ def _run(works: Sequence[Callable[[threading.Event], None]], there: Partial, pro
     progress("fetching", there.done(), there.size)
 
 
-def _keep_trying(attempt: Callable[[], bool], position: Callable[[], int], stop: threading.Event) -> None:
+def _fetch(
+    request: OpenRange,
+    there: Partial,
+    position: Callable[[], int],
+    end: int,
+    stop: threading.Event,
+    whole: bool = False,
+) -> None:
+    """Fetch a piece, or with `whole` all of the file, from a server that knows no ranges."""
+
+    def attempt() -> None:
+        start = 0 if whole else position()
+        with closing(_received(request, start, end)) as received:
+            for at, data in received:
+                if at < start:
+                    raise _NoRangesError
+                if stop.is_set():
+                    break
+                there.put(at, data)
+
+    _keep_trying(attempt, position, end, stop)
+
+
+def _keep_trying(attempt: Callable[[], None], position: Callable[[], int], end: int, stop: threading.Event) -> None:
     """
     Args:
-        attempt: called until it returns True.
+        attempt: called until the end is reached.
         position: grows when an attempt brings new bytes.
+        end: what it is at the end.
         stop: ends the attempts.
 
     Raises:
         EdgespecError: more than `RETRIES` attempts in a row brought no new byte.
     """
     failures, why = 0, "it was cut off"
-    while not stop.is_set():
-        before, pause = position(), 0.0
+    while (before := position()) < end and not stop.is_set():
+        pause = 0.0
         try:
-            if attempt():
-                return
+            attempt()
         except (EdgespecError, _NoRangesError):
             raise
         except Exception as error:
@@ -256,42 +271,19 @@ class _BusyError(Exception):
         self.pause = pause
 
 
-def _piece(request: OpenRange, there: Partial, piece: int, stop: threading.Event) -> bool:
-    at, end = there.next(piece), there.end(piece)
-    if at == end:
-        return True
-    with request(at, end) as response:
+def _received(request: OpenRange, start: int, stop: int) -> Generator[tuple[int, bytes]]:
+    """(place in the file, bytes); from the file's first byte where the server knows no ranges."""
+    with request(start, stop) as response:
         _check(response)
-        if response.status_code != 206 and (at, end) != (0, there.size):
-            raise _NoRangesError
+        at = start if response.status_code == 206 else 0
         unit, _, place = response.headers.get("content-range", f"bytes {at}-").partition(" ")
         if (unit, place.partition("-")[0]) != ("bytes", str(at)):
             raise EdgespecError(f"the server sends other bytes ({unit} {place}) than it was asked for")
         for data in response.iter_bytes():
-            if stop.is_set():
-                return True
-            there.put(at, data[: end - at])
+            if at >= stop:
+                break  # else read to the end, so that the connection can be used again
+            yield at, data[: stop - at]
             at += len(data)
-    return there.next(piece) == end
-
-
-def _whole(request: OpenRange, there: Partial, stop: threading.Event) -> None:
-    reached = there.done()
-
-    def attempt() -> bool:
-        nonlocal reached
-        at = 0
-        with request(0, there.size) as response:
-            _check(response)
-            for data in response.iter_bytes():
-                if stop.is_set():
-                    return True
-                there.put(at, data)
-                at += len(data)
-                reached = max(reached, at)
-        return not there.missing()
-
-    _keep_trying(attempt, lambda: reached, stop)
 
 
 def _check(response: Any) -> None:
