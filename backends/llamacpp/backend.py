@@ -9,22 +9,21 @@ from dataclasses import replace
 from time import monotonic
 from typing import Any, cast
 
-from edgespec.errors import Closed, Interrupted, ModelError, UsageError
-from edgespec.loop.backend import Capabilities, Logits, Placed, Vocab, Work
+from edgespec.errors import Interrupted, ModelError
+from edgespec.loop.backend import Capabilities, Logits, Placed, Work
 from edgespec.loop.passes import check_batch, shape_of
 from edgespec.loop.sampling import Float32Array
-from edgespec.loop.session_files import identity_of
 from edgespec.loop.shapes import TILE, BatchInvariance
 from edgespec.machine.process import at_end
 from edgespec.weights.plan import Plan
 from edgespec.weights.ring import Streamer
 
-from ..common.interrupts import Interruptible, Stop, one_pass
+from ..common.interrupts import one_pass
 from ..common.signals import Signals
 from .batch import Batch
-from .cells import IN_WINDOWS, Cells, Rows
+from .cells import Rows
 from .embeddings import ROWS, Embedder, pooling_of
-from .ggml.files import engine_build, forget_log, last_log, llama_cpp, metadata
+from .ggml.files import forget_log, last_log, llama_cpp, metadata
 from .ggml.stop import ABORTED, install
 from .logits import LlamaLogits, StateLogits
 from .memory.attention import has_kernels
@@ -34,17 +33,15 @@ from .memory.skip_padding import SkipPadding
 from .memory.threads import SlowPasses, end_team, other_load, threads_for
 from .memory.watch import Watch, WatchedLogits
 from .recurrent import LlamaRecurrentSession, forward_recurrent
-from .seq_ids import SeqIds
-from .session import LlamaSession, Placement, paddings
-from .states import LAST_LAYER, NEXTN, WHOLE_LAST_LAYER, RowStates, states_of
+from .session import LlamaSession, Owner, Placement, paddings
+from .states import LAST_LAYER, NEXTN, WHOLE_LAST_LAYER, states_of
 from .vocab import LlamaVocab
 
 
-class LlamaBackend(Interruptible):
+class LlamaBackend(Owner):
     """See `edgespec.loop.backend.Backend`; made by `engine.py`."""
 
-    name = "llamacpp"
-    kind: Any = LlamaSession  # of sessions, where no layer is recurrent
+    kind: Any = LlamaSession
 
     def __init__(
         self,
@@ -63,9 +60,13 @@ class LlamaBackend(Interruptible):
         free_model: Callable[[], object] | None = None,
     ) -> None:
         self.own_vocab = vocab = shared or LlamaVocab(model)
-        self.vocab: Vocab = vocab
-        self.capabilities = capabilities
-        self.in_order = in_order
+        window = llama_cpp.llama_model_n_swa(model)
+        tiles = has_kernels(str(computing["kv_type"]))
+        super().__init__(
+            context, vocab, capabilities, sessions, in_order, tiles=tiles, ids=ids, window=window, computing=computing
+        )
+        if capabilities.paths:
+            self.kind = LlamaRecurrentSession
         self.notes: Sequence[str] = ()
         self.plan: Plan | None = None
         self.placed = Placed(capabilities.layers)
@@ -73,36 +74,21 @@ class LlamaBackend(Interruptible):
         self.signals = Signals()
         self.most_threads = most_threads  # of a pass, which takes fewer while other programs run; 0: always all
         self._slow = SlowPasses()
-        self.build = engine_build()
-        self.computing = computing
-        self.tiles = has_kernels(str(computing["kv_type"]))
         self.splits_cells = self.tiles  # in passes of one node over many cells, among the threads
         self.watch: Watch | None = None  # of a probe model
         self.state_width = 0  # floats of a row's hidden state; 0: states are not kept
-        self.states: RowStates | None = None  # that passes keep for a head
         self.heads = weakref.WeakSet[Any]()  # which are closed before the model is freed
         self.path, self.own_head = "", False
-        self.memory: Any = llama_cpp.llama_get_memory(context)
         self.model = model
-        self.context = context
-        window = llama_cpp.llama_model_n_swa(model)
-        self.copies = not window and "lenders" not in computing
-        self.content = ""
         self.row_hook: Callable[[int], None] = lambda rows: None
         self.pooling, self.embed_rows = pooling_of(context), ROWS
         self._embedder: Embedder | None = None
         self.most_memory: int | None = None  # bytes that the program may take
         self._contexts = [context]
-        self.ids = SeqIds(sessions, ids, ids // sessions if capabilities.paths else IN_WINDOWS if window else 1)
-        self.cells = Cells(context, ids, window)
-        self._open: list[Any] = []
-        self.sessions: Sequence[Any] = self._open
-        self._most_trees = sessions - capabilities.kept
-        self._most_cells = 0
         self.batch = Batch(llama_cpp.llama_n_batch(context), width)
         # An aborted pass may have moved recurrent states without their contents.
         here = computing.get("gpu_layers") == 0 or "lenders" in computing
-        self._aborts, self.stop = here and not capabilities.paths, Stop()
+        self._aborts = here and not capabilities.paths
         self.use_flag(self.stop.flag)
         if hooks:
             hooks.stop = self.stop
@@ -114,29 +100,6 @@ class LlamaBackend(Interruptible):
         self.stop.flag = flag
         if self._aborts:
             install(self.stop, self.context)
-
-    def _check_open(self) -> None:
-        if self.context is None:
-            raise Closed
-
-    def open(self) -> Any:
-        self._check_open()
-        if self.ids.all_open:
-            raise UsageError("all sessions of this model are open: load it with a larger `sessions`")
-        kind = LlamaRecurrentSession if self.capabilities.paths else self.kind
-        session = kind(self, self.ids.open())
-        if not self._open:
-            self._most_cells = 0
-        self._open.append(session)
-        return session
-
-    def release(self, session: LlamaSession | LlamaRecurrentSession) -> None:
-        self._open.remove(session)
-        self.ids.close(session.seq_ids)
-
-    def make_room(self, rows: int) -> None:
-        trees = min(len(self._open), self._most_trees)
-        self.cells.make_room(rows, self._open, trees=trees * self.capabilities.max_nodes)
 
     @property
     def streamer(self) -> Streamer | None:
@@ -153,12 +116,6 @@ class LlamaBackend(Interruptible):
     def keep_to(self, exact: BatchInvariance) -> None:
         self.capabilities = replace(self.capabilities, exact=exact, logit_tolerance=0.0)
 
-    def alone(self, session: LlamaSession) -> bool:
-        """True if no other session has cells and none is waste: with `in_order`, a token's cell is its position."""
-        if self.cells.wasted:
-            return False
-        return not any(other.cached or other.has_nodes for other in self._open if other is not session)
-
     @one_pass
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
         self._check_open()
@@ -167,15 +124,15 @@ class LlamaBackend(Interruptible):
         check_batch(batch, self.capabilities)
         sessions = [cast(LlamaSession, work.session) for work in batch]
         # Place all works before the first is added: a refused batch changes nothing.
-        placements, taken = list[Placement](), {seq for session in self._open for seq in session.tips}
+        placements, taken = list[Placement](), {seq for session in self.sessions for seq in session.tips}
         for session, work in zip(sessions, batch, strict=True):
-            placements.append(session.place(work, self.ids.offer(session, self._open, taken)))
+            placements.append(session.place(work, self.ids.offer(session, self.sessions, taken)))
             taken.update(placements[-1].tips)
         if self.in_order:
             most = sum(len(work.token_ids) + work.session.unread_committed + TILE for work in batch)
             class_rows = TILE if any(work.prompt for work in batch) else 0  # a short part is padded on both sides
             self.make_room(most + class_rows + sessions[0].tail(batch[0]))
-        between = paddings(sessions, batch, self.cells, self._open)
+        between = paddings(sessions, batch, self.cells, self.sessions)
         logits: list[Logits] = []
         rows, end = Rows([], [], [], []), self.cells.end
         try:
@@ -235,13 +192,12 @@ class LlamaBackend(Interruptible):
         self._decode(self.batch.fill(rows))
 
     def logits_of(self, row: int) -> Float32Array:
-        """A copy of a wanted row's logits, shape [V]."""
         return LlamaLogits(self.context, self.vocab.size, 0, {0: row}).row(0)
 
     def _decode(self, total: int) -> None:
         hooks = self._hooks
         if self.most_threads:
-            held = sum(session.size for session in self._open)
+            held = sum(session.size for session in self.sessions)
             # Paths leave holes, and a pass that failed leaves cells, so there what was held before counts, too.
             before = self._most_cells if self.capabilities.paths or self.cells.uncertain else 0
             self._most_cells = max(before, self.cells.end, held)
@@ -266,10 +222,6 @@ class LlamaBackend(Interruptible):
             raise Interrupted("the pass was interrupted")
         if status != 0:
             raise ModelError(f"llama.cpp could not evaluate {total} tokens (code {status}): {last_log()}")
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        return identity_of(self, self.content)
 
     def embed(self, token_ids: Sequence[int], start: int) -> Float32Array:
         """See `edgespec.loop.backend.Embeds`."""

@@ -11,63 +11,116 @@ Each cell is tagged with sequence ids, and a token attends to the cells with its
 All ids of a session carry its committed tokens, so that a new tree needs no tags.
 """
 
-from collections.abc import Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
-from edgespec.errors import ContextFull, SessionFileError
-from edgespec.loop.backend import Work
+from edgespec.errors import Closed, ContextFull, SessionFileError, UsageError
+from edgespec.loop.backend import Capabilities, Vocab, Work
 from edgespec.loop.sampling import Float32Array
-from edgespec.loop.session_files import Saved, another_version, read
+from edgespec.loop.session_files import Saved, another_version, identity_of, read
 from edgespec.loop.shapes import TILE, PromptRead, whole_tiles
 
-from ..common import nodes
-from ..common.interrupts import Stop
+from ..common.interrupts import Interruptible, Stop
 from ..common.nodes import NodeSession
 from ..common.signals import Signals
-from .cells import Cells, Rows
-from .ggml.files import forget_log, last_log, llama_cpp
+from .cells import IN_WINDOWS, Cells, Rows
+from .ggml.files import engine_build, forget_log, last_log, llama_cpp
 from .ggml.state_files import CellDetails, load_parts, load_sequence, save_sequence, write_parts
 from .seq_ids import SeqIds
 from .states import RowStates
 
 
-class Owner(nodes.Owner, Protocol):
-    """
+class Owner(Interruptible):
+    """The part of a backend that sessions use.
+
     Attributes:
-        memory: llama.cpp's cache; None once it is freed.
-        context: llama.cpp's.
-        copies: cells can be copied to continue in another tile.
         in_order: keep cells in the order of the tokens.
-        cells: of all sessions.
-        ids: of all sessions.
+        computing: as in `Backend`.
+        build: as in `Backend`.
+        content: of the model's files, for `identity`.
+        memory: llama.cpp's cache; None once it is freed.
+        context: llama.cpp's; None once it is freed.
+        copies: cells can be copied to continue in another tile.
         tiles: attention over long prompts adds up tiles.
+        ids: of all sessions.
+        cells: of all sessions.
         sessions: all open ones.
         states: that passes keep for a head, or None.
         stop: ends a pass.
     """
 
-    memory: Any
-    context: Any
-    copies: bool
-    in_order: bool
-    cells: Cells
-    ids: SeqIds
-    tiles: bool
-    sessions: Sequence[Any]
-    states: RowStates | None
-    stop: Stop
+    name = "llamacpp"
+    kind: Any  # of sessions
 
-    def alone(self, session: "LlamaSession") -> bool: ...
+    def __init__(
+        self,
+        context: Any,
+        vocab: Vocab,
+        capabilities: Capabilities,
+        sessions: int,
+        in_order: bool,
+        *,
+        tiles: bool,
+        ids: int,
+        window: int,
+        computing: Mapping[str, str | int | None],
+    ) -> None:
+        self.vocab, self.capabilities, self.computing = vocab, capabilities, computing
+        self.in_order, self.tiles = in_order, tiles
+        self.build = engine_build()
+        self.content = ""
+        self.memory: Any = llama_cpp.llama_get_memory(context)
+        self.context = context
+        self.copies = not window and "lenders" not in computing
+        self.ids = SeqIds(sessions, ids, ids // sessions if capabilities.paths else IN_WINDOWS if window else 1)
+        self.cells = Cells(context, ids, window)
+        self.sessions: list[Any] = []
+        self.states: RowStates | None = None
+        self.stop = Stop()
+        self._most_trees = sessions - capabilities.kept
+        self._most_cells = 0
 
-    def make_room(self, rows: int) -> None: ...
+    @property
+    def identity(self) -> dict[str, Any]:
+        return identity_of(self, self.content)
 
-    def release(self, session: Any) -> None: ...
+    def _check_open(self) -> None:
+        if self.context is None:
+            raise Closed
 
+    def open(self) -> Any:
+        self._check_open()
+        if self.ids.all_open:
+            raise UsageError("all sessions of this model are open: load it with a larger `sessions`")
+        session = self.kind(self, self.ids.open())
+        if not self.sessions:
+            self._most_cells = 0
+        self.sessions.append(session)
+        return session
+
+    def release(self, session: Any) -> None:
+        self.sessions.remove(session)
+        self.ids.close(session.seq_ids)
+
+    def alone(self, session: "LlamaSession") -> bool:
+        """True if no other session has cells and none is waste: with `in_order`, a token's cell is its position."""
+        if self.cells.wasted:
+            return False
+        return not any(other.cached or other.has_nodes for other in self.sessions if other is not session)
+
+    def make_room(self, rows: int) -> None:
+        trees = min(len(self.sessions), self._most_trees)
+        self.cells.make_room(rows, self.sessions, trees=trees * self.capabilities.max_nodes)
+
+    @abstractmethod
     def compute(self, rows: Rows, *, prompt: bool, padding: int) -> None: ...
 
-    def logits_of(self, row: int) -> Float32Array: ...
+    @abstractmethod
+    def logits_of(self, row: int) -> Float32Array:
+        """A copy of a wanted row's logits, shape [V]."""
 
 
 @dataclass(frozen=True, slots=True)
