@@ -202,12 +202,13 @@ class Cells:
             self.put_in_order(holders)
 
     def put_in_order(self, holders: Iterable[Holder]) -> None:
-        with Signals().held():
-            self._put_in_order([session for session in holders if session.cached])
-
-    def _put_in_order(self, loaded: list[Holder]) -> None:
+        loaded = [session for session in holders if session.cached]
         needed = sum(llama_cpp.llama_state_seq_get_size(self._context, session.own_ids[0]) for session in loaded)
-        with failing_as(ModelError, "cells cannot be put in order"), self._room_for(needed) as file:
+        with (
+            Signals().held(),
+            failing_as(ModelError, "cells cannot be put in order"),
+            self._room_for(needed) as file,
+        ):
             self._move_all(loaded, file)
 
     def _room_for(self, needed: int) -> IO[bytes]:

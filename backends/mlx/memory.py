@@ -331,16 +331,13 @@ def work_bytes(config: Mapping[str, Any], size: PassSize, item: int) -> int:
         item: bytes of a number.
     """
     width, heads = config.get("hidden_size") or 0, config.get("num_attention_heads") or 1
-    inner = max(value for name, value in {"": 4 * width, **config}.items() if _is_width(name, value))
+    widths = [value for name, value in config.items() if name.endswith("intermediate_size") and isinstance(value, int)]
+    inner = max([4 * width, *widths])
     states = size.max_nodes * (12 * width + 4 * inner) * item
     # MLX makes all scores if it has no fused kernel for a pass.
     scores = size.max_nodes * size.cells * (1 + 2 * heads * max(4, item))
     logits = (size.budget + 1) * (config.get("vocab_size") or 0) * (item + 4)
     return int(states + scores + logits)
-
-
-def _is_width(name: str, value: object) -> bool:
-    return not name or (name.endswith("intermediate_size") and isinstance(value, int))
 
 
 def parameter_bytes(model: Any) -> int:

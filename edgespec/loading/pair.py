@@ -93,7 +93,8 @@ class PairPlan:
         return self.head or (len(engines) == 1 and memory_is_known)
 
     def planned(self) -> "PairPlan":
-        return replace(self, plan=_plan(self.names[0], self.paths[0], self.options)) if self.at_once else self
+        engine = find_engine(self.names[0])
+        return replace(self, plan=_plan(engine, self.paths[0], self.options)) if self.at_once else self
 
     @property
     def head(self) -> bool:
@@ -206,8 +207,7 @@ def _has_head(names: Sequence[str], paths: Sequence[str]) -> bool:
     return bool(paths[1:]) and isinstance(find_engine(names[1]), LoadsHeads) and is_head(paths[1])
 
 
-def _plan(name: str, path: str, options: LoadOptions) -> LoadPlan:
-    engine = find_engine(name)
+def _plan(engine: Engine, path: str, options: LoadOptions) -> LoadPlan:
     return engine.plan(path, options, this_machine(path, engine.gpus(options.device)))
 
 
@@ -229,7 +229,7 @@ def load_pair(
                 gpus = this_machine(gpus=engines[1].gpus(options.device)).gpus
                 taken = sum(gpu.used for gpu in gpus if not gpu.shared)
                 options = replace(options, gpu_memory=left_of("gpu_memory", options.gpu_memory, taken))
-            plan = _plan(pair.names[0], pair.paths[0], options)
+            plan = _plan(engines[0], pair.paths[0], options)
         way = choose_way(pair.names[0], plan, remember=remember, say=say)
         backends.insert(0, engines[0].load(plan, way, progress))
         if pair.head:
@@ -280,7 +280,7 @@ def open_backends(
 
 
 def load_draft(engine: Engine, path: str, options: LoadOptions) -> Backend:
-    return engine.load(engine.plan(path, options, this_machine(path, engine.gpus(options.device))))
+    return engine.load(_plan(engine, path, options))
 
 
 def bytes_forced_out(target: Backend) -> int:

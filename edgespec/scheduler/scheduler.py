@@ -229,15 +229,12 @@ class Scheduler:
                 sleep(0)  # readers take what it told them before the next pass keeps them waiting
                 while self._calls:
                     self._calls.popleft().answer()
-            self._save_idle()
+            while not (self._queue.closed or self._calls or self._queue.waiting or self.pool.active):
+                if not self.pool.save_one():
+                    break
         except Exception as error:
             self._end_all(error)
             self.wake()
-
-    def _save_idle(self) -> None:
-        while not (self._queue.closed or self._calls or self._queue.waiting or self.pool.active):
-            if not self.pool.save_one():
-                return
 
     def _has_work(self) -> bool:
         queued = self._queue.waiting or self._queue.cancelled_or_ended() or (len(self._queue) and not self.pool.active)

@@ -381,12 +381,17 @@ class MemoryPlanner:
         sizes = [replace(size, chunk=n) for n in CHUNKS if n >= min(size.chunk, size.sessions * (size.budget + 1))]
         drafts = self._drafts(size)
         used = whole_number(self.path, own_values(self.path), "expert_used_count", 1, 1 << 16) if layers else 0
+        # Bytes in which a kernel sorts the numbers of a row's chosen experts (`mmid_row_mapping` in ggml-cpu.c).
+        work = 8 * most_slots(layers) * used if layers else 0
 
         def planned(sizes: Sequence[ContextSize]) -> list[Plan | None]:
+            """Of ascending sizes, up to the last that is possible; raises UsageError if the first is impossible."""
             for streams in (True, False)[: 1 + (gpu_layers > 0)]:
                 needs = [drafts + one for one in self.needs(sizes, gpu_layers, streams)]
-                works = [work_of(layers, used * one.max_nodes) for one in sizes]
-                plans = _plans(tensors, self.room, list(zip(needs, works, strict=True)), gpu, layers)
+                plans = [_plan(tensors, self.room, needs[0], work * sizes[0].max_nodes, gpu, layers)]
+                with suppress(UsageError):
+                    for needed, one in zip(needs[1:], sizes[1:], strict=True):
+                        plans.append(_plan(tensors, self.room, needed, work * one.max_nodes, gpu, layers))
                 if gpu_layers and self.gpus and not lent:
                     plans = [
                         self._with_device_pools(plan, one, gpu_layers, layers, drafts) if plan and plan.pools else plan
@@ -455,30 +460,6 @@ def find_expert_layers(path: str, tensors: Sequence[Tensor]) -> list[ExpertLayer
     return find_experts(loaded, int(own_values(path).get("expert_count", 0)))
 
 
-def _plans(
-    tensors: Sequence[Tensor],
-    room: int,
-    needs: Sequence[tuple[int, int]],
-    gpu: dict[str, Any],
-    layers: Sequence[ExpertLayer],
-) -> list[Plan | None]:
-    """
-    Args:
-        needs: `needed` and `work` of `_plan`, ascending.
-
-    Returns:
-        Plans, up to the last that is possible.
-
-    Raises:
-        UsageError: the first is impossible.
-    """
-    plans = [_plan(tensors, room, *needs[0], gpu, layers)]
-    with suppress(UsageError):
-        for needed, work in needs[1:]:
-            plans.append(_plan(tensors, room, needed, work, gpu, layers))
-    return plans
-
-
 def _plan(
     tensors: Sequence[Tensor], room: int, needed: int, work: int, gpu: dict[str, Any], layers: Sequence[ExpertLayer]
 ) -> Plan | None:
@@ -499,11 +480,6 @@ def _plan(
     left = room - needed - plan.pinned_bytes - plan.slots * plan.slot_bytes - reserve
     # Linux locks whole pages of the page cache, of up to 2 MiB.
     return with_pools(plan, layers, left - HUGE * len(plan.pinned))
-
-
-def work_of(layers: Sequence[ExpertLayer], chosen: int) -> int:
-    """Bytes in which a kernel sorts the numbers of the chosen experts (`mmid_row_mapping` in ggml-cpu.c)."""
-    return 8 * most_slots(layers) * chosen if layers else 0
 
 
 def pool_reserve(room: int) -> int:
