@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from edgespec.scheduler.events import Event, Wrote
 from edgespec.scheduler.requests import Request
 from edgespec.scheduler.targets.coordinator import Targets
 from edgespec.scheduler.targets.places import Cluster, Place, check_address, processes, threads
-from edgespec.scheduler.targets.proposer import DraftProposer, Proposer
+from edgespec.scheduler.targets.proposer import DraftProposer
 from edgespec.scheduler.targets.verifier import Task, Verifier, close_own, describe, stop_up_to, verify
 
 TEMPERATURES = (0.0, 0.7, 1.0)
@@ -33,7 +34,7 @@ def plain(sampling: SamplingParams, prompt: Sequence[int] = PROMPT, count: int =
 
 
 @contextmanager
-def targets(spec: SlowSpec, places: list[Place], proposer: Proposer, lookahead: int | None = None) -> Iterator[Targets]:
+def targets(spec: SlowSpec, places: list[Place], proposer: Any, lookahead: int | None = None) -> Iterator[Targets]:
     target = SlowSpec(model=spec.model).open()
     described = threads(1)[0].executor.submit(describe, SlowSpec(model=spec.model)).result()
     made = Targets(target.vocab, described, spec, places, proposer, lookahead=lookahead, stop_ids=frozenset())

@@ -101,7 +101,7 @@ class Holder(Protocol):
 
 
 class Cells:
-    def __init__(self, context: Any, ids: int, window: int = 0) -> None:
+    def __init__(self, context: Any, ids: int, window: int) -> None:
         """
         Args:
             context: llama.cpp's.

@@ -24,7 +24,7 @@ class IdHolder(Protocol):
 
 
 class SeqIds:
-    def __init__(self, sessions: int, count: int, share: int = 1) -> None:
+    def __init__(self, sessions: int, count: int, share: int) -> None:
         """
         Args:
             sessions: maximum number of open sessions.

@@ -216,7 +216,7 @@ def load_pair(
     *,
     remember: bool = True,
     progress: Progress | None = None,
-    say: Callable[[str], None] = lambda text: None,
+    say: Callable[[str], None],
 ) -> list[Backend]:
     """Result, arguments and errors as for `open_backends`; `progress` as for `edgespec.load`."""
     options, plan, drafts = pair.options, pair.plan, pair.paths[1:]

@@ -81,7 +81,7 @@ def open_targets(
     count: int | None,
     cluster: str | None,
     remember: bool,
-    say: Callable[[str], None] = lambda text: None,
+    say: Callable[[str], None],
     **drafting: Any,
 ) -> tuple[Backend, Targets]:
     """Load copies in `count` processes of this machine, or in all workers of a cluster, and the draft in this program.

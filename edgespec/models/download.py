@@ -35,9 +35,7 @@ class _NoRangesError(Exception):
     """The server sends the whole file instead of a part."""
 
 
-def download(
-    request: OpenRange, path: Path, size: int, sha256: str, progress: Progress = lambda what, done, total: None
-) -> None:
+def download(request: OpenRange, path: Path, size: int, sha256: str, progress: Progress) -> None:
     """Fetch a file, or the rest of it after an earlier try; `path` appears only when the checksum is right.
 
     Args:
@@ -83,7 +81,7 @@ def read_range(request: OpenRange, start: int, stop: int) -> bytes:
     return bytes(found)
 
 
-def checksum(path: Path, progress: Callable[[int], None] = lambda done: None) -> str:
+def checksum(path: Path, progress: Callable[[int], None]) -> str:
     digest, done = hashlib.sha256(), 0
     with path.open("rb") as file:
         while data := file.read(1 << 22):

@@ -334,7 +334,7 @@ def open_mixture(
     operations: Sequence[int],
     notes: list[str],
     *,
-    mapped: bool = True,
+    mapped: bool,
 ) -> Mixture | None:
     """
     Args:

@@ -45,7 +45,7 @@ class Graph:
 
 
 def find_weights(
-    path: str, model: Any, size: ContextSize, params: Any, tensors: Iterable[Tensor], device: int = 0
+    path: str, model: Any, size: ContextSize, params: Any, tensors: Iterable[Tensor], device: int
 ) -> Graph:
     """Find a model's weights in a graph of it, which is not computed.
 

@@ -592,7 +592,7 @@ def start_streaming(
     machine: Machine,
     before: Sequence[Sequence[Mapping]],
     progress: Progress,
-    own: Callable[[Sequence[str]], OwnMemory] | None = None,
+    own: Callable[[Sequence[str]], OwnMemory] | None,
 ) -> tuple[Streamer, float, Store]:
     """Pin weights of a newly loaded model, and start to stream the others.
 

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from edgespec.errors import ModelError
 from edgespec.machine.system import compute_cores
 
+from ..batch import Batch
+from ..cells import Rows
 from ..ggml.files import PROCESSOR_ONLY, ggml_base, llama_cpp, load_model
 from ..ggml.ggml_tensor import GgmlTensor, is_known, source_addresses
 from ..vocab import load_vocab
@@ -106,7 +108,7 @@ def collect(path: str, token_ids: list[int], say: Say) -> Collector:
     params.n_threads = params.n_threads_batch = compute_cores()
     params.cb_eval, params.no_perf = collector.callback, True
     context = llama_cpp.llama_init_from_model(model, params)
-    batch = llama_cpp.llama_batch_init(TOKENS, 0, 1)
+    batch, every = Batch(TOKENS), list(range(TOKENS))
     try:
         if not context:
             raise ModelError(f"{path}: no context of {TOKENS} tokens can be made")
@@ -114,17 +116,14 @@ def collect(path: str, token_ids: list[int], say: Say) -> Collector:
         for chunk in range(total):
             say({"done": chunk, "total": total})
             llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
-            batch.n_tokens = TOKENS
-            for i, token in enumerate(token_ids[chunk * TOKENS : (chunk + 1) * TOKENS]):
-                batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = token, i, 1, 0
-                batch.logits[i] = True  # else the last layer has only wanted rows
-            if llama_cpp.llama_decode(context, batch) != 0:
+            # All are wanted, since the last layer has wanted rows only.
+            batch.fill(Rows(token_ids[chunk * TOKENS : (chunk + 1) * TOKENS], every, [[0]] * TOKENS, every))
+            if llama_cpp.llama_decode(context, batch.struct) != 0:
                 raise ModelError(f"{path}: {TOKENS} tokens cannot be evaluated")
             if collector.error:
                 raise collector.error
         say({"done": total, "total": total})
     finally:
-        llama_cpp.llama_batch_free(batch)
         if context:
             llama_cpp.llama_free(context)
         llama_cpp.llama_model_free(model)

@@ -16,7 +16,7 @@ PIECE = 1 << 24  # bytes copied at once
 LAYER = re.compile(r"(?:\w+\.)*?layers\.(\d+)\.")
 
 
-def write_layer_files(folder: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+def write_layer_files(folder: Path, progress: Callable[[int, int], None]) -> None:
     """Replace a folder's model*.safetensors: one file for the weights outside layers, then one for each layer.
 
     The old files go when all new ones are complete, so the disk needs room for a second copy of the weights.

@@ -33,7 +33,7 @@ from edgespec.scheduler.events import Event, Reading
 from edgespec.scheduler.requests import Request
 from edgespec.scheduler.sequence import Seq, never
 from edgespec.scheduler.targets.places import Place
-from edgespec.scheduler.targets.proposer import Proposer
+from edgespec.scheduler.targets.proposer import DraftProposer
 from edgespec.scheduler.targets.verifier import Described, Spec, Task, verify
 
 MOST_DRAFT_TOKENS = 64
@@ -64,7 +64,7 @@ class Targets:
         described: Described,
         spec: Spec,
         places: Sequence[Place],
-        proposer: Proposer,
+        proposer: DraftProposer,
         *,
         lookahead: int | None = None,
         most_draft_tokens: int = MOST_DRAFT_TOKENS,

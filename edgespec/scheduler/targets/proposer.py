@@ -1,7 +1,6 @@
-"""Proposes draft tokens to several copies of the target: the interface, and a draft model behind it."""
+"""Proposes draft tokens to several copies of the target."""
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 from edgespec.errors import Interrupted
 from edgespec.loop.backend import Backend
@@ -11,23 +10,11 @@ from edgespec.loop.sampling import Noise, SamplingParams
 from edgespec.planners.drafting import ChildScores, Drafter
 
 
-class Proposer(Protocol):
-    """Proposes draft tokens; one thread calls all but `stop`."""
-
-    def begin(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
-        """Begin a request, which may be too long for the draft."""
-
-    def after(self, token_ids: Sequence[int]) -> Iterator[int]:
-        """Likely next tokens, one by one, until it is stopped or the context is full."""
-
-    def stop(self) -> None:
-        """End the current or the next `after`; another thread calls it."""
-
-    def close(self) -> None: ...
-
-
 class DraftProposer:
-    """A draft model's best tokens, coupled to the target's Gumbel noise as in `planners/specexec.py`."""
+    """A draft model's best tokens, coupled to the target's Gumbel noise as in `planners/specexec.py`.
+
+    One thread calls all but `stop`.
+    """
 
     def __init__(self, draft: Backend, vocab_size: int, tau: float | None = None, coupling: bool = True) -> None:
         """
@@ -43,11 +30,13 @@ class DraftProposer:
         self._wanted = True
 
     def begin(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
+        """Begin a request, which may be too long for the draft."""
         self._drafter.begin(prompt_ids)
         self._prompt_length, self._sampling = len(prompt_ids), sampling
         self._noise = Noise(sampling.seed, self._size)
 
     def after(self, token_ids: Sequence[int]) -> Iterator[int]:
+        """Likely next tokens, one by one, until it is stopped or the context is full."""
         self._wanted, text = True, list(token_ids)
         while self._wanted:
             context = Context(text, self._prompt_length, self._sampling, self._noise, 1, 1)
@@ -62,6 +51,7 @@ class DraftProposer:
             yield text[-1]
 
     def stop(self) -> None:
+        """End the current or the next `after`; another thread calls it."""
         self._wanted = False
         self._draft.interrupt(self._draft.pass_number)
 
