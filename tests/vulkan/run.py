@@ -37,7 +37,7 @@ DEVICE, DENSE, Q8_0 = "Vulkan0", "llama", 7  # llama_ftype
 LONGEST = 3600  # seconds of a case; the driver compiles for minutes what it has not in its cache
 CHOSEN = {"gpu_memory": "680M", "room": 10 << 20}  # by the planner: pools for some layers
 ROOM = {"room": 6 << 20}
-DRAFTS = {"planners": ["none", "specexec", "auto", "sssd"]}
+DRAFTS = {"planners": ["specexec", "auto", "sssd"]}
 SHORT = {"tokens": 12}
 SEVERAL = {"slots": EXPERTS + 4, "here": EXPERTS, "times": 2}
 
