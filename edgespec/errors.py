@@ -139,6 +139,17 @@ def failing_as(kind: Callable[[str], Exception], says: str) -> Iterator[None]:
 
 
 @contextmanager
+def named(name: str, kind: type[EdgespecError] = ModelError) -> Iterator[None]:
+    """Have errors of this kind that do not begin with a name, such as a file's, do so."""
+    try:
+        yield
+    except kind as error:
+        if str(error).startswith(f"{name}: "):
+            raise
+        raise kind(f"{name}: {error}") from error
+
+
+@contextmanager
 def undone(undo: Callable[[], object]) -> Iterator[None]:
     """Call this after an error, Ctrl-C included, so that nothing is left half made."""
     try:

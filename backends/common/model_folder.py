@@ -8,6 +8,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from edgespec.errors import EdgespecError, ModelError
+from edgespec.errors import named as named  # engines for folders import it from here
 from edgespec.machine.files import no_file, no_model_folder
 
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}  # of `from_pretrained`
@@ -68,20 +69,6 @@ def refused(what: str) -> Iterator[None]:
         raise
     except Exception as error:  # libraries raise nearly every type there is
         raise ModelError(f"{what}: {first_line(error)}") from error
-
-
-@contextmanager
-def named(path: str) -> Iterator[None]:
-    """
-    Raises:
-        ModelError: one that was raised without the path, with it.
-    """
-    try:
-        yield
-    except ModelError as error:
-        if str(error).startswith(f"{path}: "):
-            raise
-        raise ModelError(f"{path}: {error}") from error
 
 
 def first_line(error: Exception) -> str:

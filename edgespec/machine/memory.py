@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from edgespec.errors import UsageError
+from edgespec.errors import UsageError, named
 from edgespec.machine.system import control_groups
 
 UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
@@ -34,10 +34,8 @@ def parse_size(text: str) -> int:
 
 def in_bytes(name: str, size: int | str | None) -> int | None:
     """The size in bytes that the option `name` gives; errors as for `parse_size`."""
-    try:
+    with named(name, UsageError):
         return parse_size(size) if isinstance(size, str) else size
-    except UsageError as error:
-        raise UsageError(f"{name}: {error}") from error
 
 
 def left_of(name: str, memory: int | str, taken: int) -> int:

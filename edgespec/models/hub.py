@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from edgespec.errors import EdgespecError, ModelError, UsageError, installed, told_as
+from edgespec.errors import EdgespecError, ModelError, UsageError, installed, named, told_as
 from edgespec.machine.files import part_names, read_json_object, read_text, size_on_disk
 from edgespec.models import pulled
 from edgespec.models.download import STALL, OpenRange, Progress, checksum, download, read_range
@@ -511,21 +511,17 @@ def _fetch_blob(source: HubSource, commit: str, file: HubFile, progress: Progres
         locks.mkdir(parents=True, exist_ok=True)
         lock = FileLock(locks / f"{file.sha256}.lock")  # the one that huggingface_hub takes
         try:
-            lock.acquire(timeout=0)
+            held = lock.acquire(timeout=0)
         except Timeout:
             say(f"{file.name}: another program is fetching it; waiting")
-            lock.acquire()
-        try:
+            held = lock.acquire()
+        with named(file.name, EdgespecError), held:
             if not file.blob.exists():
                 label = file.name.rpartition("/")[2]
                 download(
                     _ranges(source, commit, file), file.blob, file.size, file.sha256,
                     lambda what, done, total: progress(f"{what} {label}", done, total),
                 )  # fmt: skip
-        except EdgespecError as error:
-            raise EdgespecError(f"{file.name}: {error}") from error
-        finally:
-            lock.release()
 
 
 def _library(source: HubSource | str) -> Any:

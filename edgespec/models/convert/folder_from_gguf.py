@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.errors import EdgespecError, ModelError, UsageError, failing_as, installed
+from edgespec.errors import EdgespecError, ModelError, UsageError, failing_as, installed, named
 from edgespec.loop.engines import load_vocab
 from edgespec.loop.sampling import Float32Array
 from edgespec.machine.files import part_names
@@ -96,11 +96,11 @@ def convert(
         check_floats(gguf.path, {str(tensor.tensor_type.name) for tensor in gguf.tensors})
     factors = next((_values(tensor, str(gguf.path)) for tensor in gguf.tensors if tensor.name == ROPE_FACTORS), None)
     shapes: Shapes = {tensor.name: tuple(tensor.shape[::-1].tolist()) for tensor in gguf.tensors}
-    with _named(gguf.path):
+    with named(str(gguf.path)):
         config = model_config(gguf.metadata, shapes, factors)
         names = folder_names(gguf.metadata, shapes, config["num_hidden_layers"])
     vocab = load_vocab("llamacpp", str(gguf.path))
-    with _named(gguf.path):
+    with named(str(gguf.path)):
         tokenizer = build_tokenizer(gguf.metadata, vocab)
     tokens = _token_ids(gguf.metadata, vocab.eog_ids)
     total = DTYPES[dtype] * sum(tensor.n_elements for tensor in gguf.tensors if tensor.name in names)
@@ -210,14 +210,6 @@ def check_space(out: Path, needed: int) -> None:
         raise EdgespecError(f"{out}: needs {needed / 1e9:.1f} GB, but only {free / 1e9:.1f} GB are free")
 
 
-@contextmanager
-def _named(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except ModelError as error:
-        raise ModelError(f"{path}: {error}") from error
-
-
 def check_out(out: Path, kind: str = "file") -> None:
     """
     Raises:
@@ -287,7 +279,7 @@ def _pieces(
         values = _values(tensor, str(gguf.path))
         if dtype == "float16" and max(values.max(), -values.min()) > np.finfo(np.float16).max:
             raise ModelError(f"{gguf.path}: {tensor.name} does not fit into float16; use bfloat16 or float32")
-        with _named(gguf.path):
+        with named(str(gguf.path)):
             for name, piece in folder_tensors(tensor.name, names[tensor.name], values, family, config):
                 # An expert's matrix is copied: as a view, it would keep all the others in memory.
                 yield name, piece.astype(type_, copy="{}" in names[tensor.name])
