@@ -138,6 +138,11 @@ def failing_as(kind: Callable[[str], Exception], says: str) -> Iterator[None]:
         raise kind(f"{says}: {error.strerror or error}") from error
 
 
+def first_line(error: BaseException) -> str:
+    """What a library's error says, or else its type."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 @contextmanager
 def named(name: str, kind: type[EdgespecError] = ModelError) -> Iterator[None]:
     """Have errors of this kind that do not begin with a name, such as a file's, do so."""

@@ -8,7 +8,8 @@ from typing import Any
 from transformers import AutoConfig
 
 from edgespec.errors import EdgespecError, ModelError
-from edgespec.errors import named as named  # engines for folders import it from here
+from edgespec.errors import first_line as first_line  # engines for folders import these from here
+from edgespec.errors import named as named
 from edgespec.machine.files import no_file, no_model_folder
 
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}  # of `from_pretrained`
@@ -69,7 +70,3 @@ def refused(what: str) -> Iterator[None]:
         raise
     except Exception as error:  # libraries raise nearly every type there is
         raise ModelError(f"{what}: {first_line(error)}") from error
-
-
-def first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

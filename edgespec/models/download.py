@@ -16,7 +16,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from edgespec.errors import EdgespecError
+from edgespec.errors import EdgespecError, first_line
 
 PIECE = 64 << 20  # bytes
 CONNECTIONS = 4
@@ -253,7 +253,7 @@ def _keep_trying(attempt: Callable[[], None], position: Callable[[], int], end: 
         except (EdgespecError, _NoRangesError):
             raise
         except Exception as error:
-            why = str(error).strip().split("\n")[0] or type(error).__name__
+            why = first_line(error)
             pause = getattr(error, "pause", 0.0)
         failures = 0 if position() > before else failures + 1
         if failures > RETRIES:

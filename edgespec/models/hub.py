@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from edgespec.errors import EdgespecError, ModelError, UsageError, installed, named, told_as
+from edgespec.errors import EdgespecError, ModelError, UsageError, first_line, installed, named, told_as
 from edgespec.machine.files import part_names, read_json_object, read_text, size_on_disk
 from edgespec.models import pulled
 from edgespec.models.download import STALL, OpenRange, Progress, checksum, download, read_range
@@ -555,8 +555,8 @@ def _errors(source: HubSource) -> Iterator[None]:
         raise
     except Exception as error:
         if says := next((says for kind, says in known.items() if isinstance(error, kind)), ""):
-            raise ModelError(name + says.format(_first(error))) from error
-        why, forbidden = _first(error), isinstance(error, OfflineModeIsEnabled)
+            raise ModelError(name + says.format(first_line(error))) from error
+        why, forbidden = first_line(error), isinstance(error, OfflineModeIsEnabled)
         silent = any(kind.__name__ in UNREACHABLE for kind in type(error).__mro__)
         if forbidden:
             why = "HF_HUB_OFFLINE forbids to ask the hub"
@@ -564,10 +564,6 @@ def _errors(source: HubSource) -> Iterator[None]:
             why = f"the hub cannot be reached; is this machine online? ({why})"
         what = "no such folder here, and it cannot be fetched from the hub" if source.is_folder else "cannot be fetched"
         raise (Unreachable if forbidden or silent else ModelError)(f"{name}: {what}: {why}") from error
-
-
-def _first(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def sizes_by_file(listings: Mapping[str, Listing]) -> list[tuple[str, int, bool]]:
