@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from math import comb
 from pathlib import Path
@@ -49,34 +49,15 @@ class Answer:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """
-    Attributes:
-        budget: draft tokens of a pass; 0: plain decoding.
-        batch: most problems that are answered at once.
-    """
-
-    target: str
-    draft: str | None
-    temperature: float
-    top_p: float
-    max_tokens: int
-    budget: int
-    batch: int
-    memory: str | None
-    ctx: int
-
-
 def measure(
-    methods: Sequence[str], problems: Sequence[Problem], out: Path, settings: Settings, bars: Bars
+    methods: Sequence[str], problems: Sequence[Problem], out: Path, settings: dict[str, Any], bars: Bars
 ) -> dict[str, dict[str, Answer]]:
     """
     Args:
         methods: EXACT, and others as for `edgespec.load`.
         problems: to be answered.
         out: file that gets a line an answer; those that it has are not asked for again.
-        settings: of all answers.
+        settings: of all answers, as the command has them.
         bars: shows what is done.
 
     Returns:
@@ -85,14 +66,18 @@ def measure(
     Raises:
         UsageError: `out` was made with other settings.
     """
-    options = asdict(settings) | {name: Path(getattr(settings, name) or "").name for name in ("target", "draft")}
+    names = {name: Path(settings[name] or "").name for name in ("target", "draft")}
+    options = dict(sorted((settings | names).items()))
     done = {(one.method, one.problem): one for one in resume(out, Answer, options)}
     wanted = [(method, problem.name) for method in methods for problem in problems]
     for method in methods:
         bars.update("answering", sum(key in done for key in wanted), len(wanted))
         if not (asked := [problem for problem in problems if (method, problem.name) not in done]):
             continue
-        with ThreadPoolExecutor(settings.batch) as pool, _loaded(settings, method, bars.say) as model:  # closed first
+        with (
+            ThreadPoolExecutor(settings["batch"]) as pool,
+            _loaded(settings, method, bars.say) as model,
+        ):  # closed first
             for problem, result in as_they_end(pool, partial(_answer, model, settings), asked):
                 stats, right = result.stats, problem.is_right(result.text)
                 figures = right, stats.tokens, stats.passes, round(stats.seconds, 3), result.text
@@ -102,19 +87,19 @@ def measure(
     return {method: {one.name: done[method, one.name] for one in problems} for method in methods}
 
 
-def _loaded(settings: Settings, method: str, say: Callable[[str], None]) -> Model:
+def _loaded(settings: dict[str, Any], method: str, say: Callable[[str], None]) -> Model:
     """Its trees do not depend on measured times, so that tokens per pass are repeatable."""
-    drafting = {"budget": settings.budget} if settings.budget else {"planner": "none"}
+    drafting = {"budget": settings["budget"]} if settings["budget"] else {"planner": "none"}
     options: dict[str, Any] = {
-        "draft": settings.draft, "context_length": settings.ctx, "memory": settings.memory, "exact": "off",
-        "parallel": settings.batch, "say": say, "approximate": None if method == EXACT else method, **drafting,
+        "draft": settings["draft"], "context_length": settings["ctx"], "memory": settings["memory"], "exact": "off",
+        "parallel": settings["batch"], "say": say, "approximate": None if method == EXACT else method, **drafting,
     }  # fmt: skip
-    return load(settings.target, **options)
+    return load(settings["target"], **options)
 
 
-def _answer(model: Model, settings: Settings, problem: Problem) -> GenerationResult:
+def _answer(model: Model, settings: dict[str, Any], problem: Problem) -> GenerationResult:
     """A problem's seed is its number."""
-    sampling = {name: getattr(settings, name) for name in ("temperature", "top_p", "max_tokens")}
+    sampling = {name: settings[name] for name in ("temperature", "top_p", "max_tokens")}
     return model.generate(user_messages(problem.question), seed=problem.number, **sampling)
 
 
@@ -166,7 +151,7 @@ Examples:
 @click.option("--batch", type=click.IntRange(1, MOST_PARALLEL), default=1, help="Problems answered at once.")
 @click.option("--memory", metavar="SIZE", help="As for run.")
 @click.option("--ctx", type=int, default=1536, help="Context length in tokens.")
-def command(problems: Path, out: Path, methods: tuple[str, ...], limit: int | None, **options: Any) -> None:
+def command(problems: Path, out: Path, methods: tuple[str, ...], limit: int | None, **settings: Any) -> None:
     """What approximate methods cost in quality.
 
     TARGET answers PROBLEMS (GSM8K or HumanEval) exactly and by each --approximate; OUT gets a line an answer, and a run
@@ -174,9 +159,9 @@ def command(problems: Path, out: Path, methods: tuple[str, ...], limit: int | No
     so tokens per pass are repeatable; tokens/s are shown with a --batch of 1.
     """
     check_out(out, b"", "a file")
-    asked, settings = read_problems(problems, limit), Settings(**options)
+    asked = read_problems(problems, limit)
     for name in methods:
         find_approximate(name)
     with Bars() as bars:
         answers = measure([EXACT, *dict.fromkeys(methods)], asked, out, settings, bars)
-    click.echo(quality_table(answers, single=settings.batch == 1))
+    click.echo(quality_table(answers, single=settings["batch"] == 1))
