@@ -318,11 +318,6 @@ class Bars:
             self._lines = Lines(self._line)
         self._bars.update(self._tasks[what], completed=done, total=total or None)
 
-    def advance(self, what: str, total: int, steps: int = 1) -> None:
-        if what not in self._tasks:
-            self.update(what, 0, total)
-        self._bars.advance(self._tasks[what], steps)
-
     def say(self, what: str) -> None:
         """Show a task without a known end; what follows a comma or semicolon is how far it is."""
         task = re.split("[,;]", what)[0]
