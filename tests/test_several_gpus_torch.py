@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -28,7 +29,7 @@ from edgespec.backends.torch.loading import (
     untied_embeddings,
     work_bytes,
 )
-from edgespec.backends.torch.offload import BUFFERS, Block, block_bytes, stored_tensors
+from edgespec.backends.torch.offload import BUFFERS, PROBE, PROBES, Block, block_bytes, link_speeds, stored_tensors
 from folder_texts import SAMPLINGS, write
 from hf_models import FAMILIES, HYBRIDS, save, tiny_model, torch
 from test_hybrids_torch import LAYERS
@@ -255,6 +256,38 @@ def test_layers_asked_for_stay_on_all_cards() -> None:
     assert (len(found.streamed), found.buffers) == (7, 3)
     with pytest.raises(NoRoom, match="with --gpu-layers 9 8 layers stay on the GPU, but 5 of 10 fit"):
         placed((1.0, [1.0, 1.0]), gpu_layers=9)
+
+
+def test_links_are_measured_while_all_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first copies of a link that was idle take ten times as long."""
+    copies, now = list[str](), ["cpu"]
+
+    class Event:
+        def __init__(self, **options: Any) -> None:
+            self.at, self.device = 0.0, ""
+
+        def record(self) -> None:
+            self.device, count = now[0], copies.count(now[0])
+            each = {"cuda:0": 2.0, "cuda:1": 8.0}[self.device]
+            self.at = each * (count + 9 * min(count, 3))
+
+        def synchronize(self) -> None:
+            assert len(copies) == 2 * PROBES  # none waits for another
+
+        def elapsed_time(self, other: "Event") -> float:
+            assert self.device == other.device
+            return other.at - self.at
+
+    @contextmanager
+    def device(one: str) -> Iterator[None]:
+        now[0] = one
+        yield
+
+    host = SimpleNamespace(copy_=lambda source, non_blocking: copies.append(now[0]))
+    monkeypatch.setattr(torch, "empty", lambda size, **options: host)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    assert link_speeds(["cuda:0", "cuda:1"]) == [PROBE / 2e-3, PROBE / 8e-3]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ arrive while the draft model works.
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
+from statistics import median
 from threading import Lock
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from edgespec.machine.system import read_buffer
 BUFFERS = 2  # enough to keep the copies or the computation busy all the time
 MOST_BUFFERS = 8  # where memory is left: more layers arrive while the draft model works
 PROBE = 2**26  # bytes of a copy that measures a link
+PROBES = 9  # the first ones wake up idle links
 PIECE = 2**25  # bytes of a copy to a GPU, which small ones in the same direction wait for
 ALIGNMENT = 256  # bytes, of a tensor's start in a block
 
@@ -153,7 +155,7 @@ def link_speeds(devices: Sequence[Any]) -> list[float]:
     """
     host = torch.empty(PROBE, dtype=torch.uint8, pin_memory=True)
     timed = list[tuple[Any, Any]]()
-    for device in [*devices, *devices]:  # the first copies start up CUDA
+    for device in [*devices] * PROBES:
         with torch.cuda.device(device):
             target = torch.empty(PROBE, dtype=torch.uint8, device=device)
             before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -163,7 +165,8 @@ def link_speeds(devices: Sequence[Any]) -> list[float]:
         timed.append((before, after))
     for _, after in timed:
         after.synchronize()
-    return [1000 * PROBE / before.elapsed_time(after) for before, after in timed[len(devices) :]]
+    times = [before.elapsed_time(after) for before, after in timed]
+    return [1000 * PROBE / median(times[i :: len(devices)]) for i in range(len(devices))]
 
 
 class Block:
