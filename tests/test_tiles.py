@@ -31,9 +31,13 @@ def no_clock(monkeypatch):
 
 
 def text(agreement, seed, tokens=600, drafting=DRAFTING, **options):
+    return texts(agreement, seed, [tokens], drafting, **options)[0]
+
+
+def texts(agreement, seed, tokens, drafting, **options):
     run = Run(tiles, lambda _: agreement, ("draft",), agreement, drafting=drafting, seed=seed, tiled=True, **options)
     run.planner._draft.planner.depth = 32
-    return run.sequence(tokens)
+    return [run.sequence(each) for each in tokens]
 
 
 def speed(steps, first, last):
@@ -45,7 +49,7 @@ def speed(steps, first, last):
 
 @pytest.mark.parametrize("agreement", [0.5, 0.7, 0.9, 0.95])
 def test_after_300_tokens_passes_are_as_wide_as_is_best_and_no_text_is_slower_for_it(agreement):
-    found = [text(agreement, seed) for seed in range(SEEDS)]
+    found = [text(agreement, seed) for seed in range(3 * SEEDS)]  # of fewer, the mean is chance
     assert min(speed(steps, 0, tokens) for steps in found for tokens in (100, 300)) >= 0.97
     assert fmean(speed(steps, 300, 600) for steps in found) >= 0.9 * best(agreement)
 
@@ -54,6 +58,20 @@ def test_after_300_tokens_passes_are_as_wide_as_is_best_and_no_text_is_slower_fo
 def test_a_draft_whose_reading_takes_long_makes_no_text_slower(agreement):
     found = [text(agreement, seed, 300, drafting=0.1) for seed in range(SEEDS)]
     assert min(speed(steps, 0, tokens) for steps in found for tokens in (100, 300)) >= 0.97
+
+
+@pytest.mark.parametrize("tokens", [100, 300])
+@pytest.mark.parametrize(("drafting", "agreement"), [(0.03, 0.8), (0.03, 0.9), (0.1, 0.9), (0.1, 0.95)])
+def test_trials_make_no_later_text_slower_however_short(drafting, agreement, tokens):
+    found = [texts(agreement, seed, [tokens] * 6, drafting) for seed in range(SEEDS)]
+    assert min(speed(steps, 0, tokens) for each in found for steps in each) >= 0.97
+
+
+def test_what_one_text_shows_of_the_draft_the_next_ones_use_from_their_start():
+    quick = [texts(0.95, seed, [100] * 6, DRAFTING)[-1] for seed in range(SEEDS)]
+    slow = [texts(0.95, seed, [300] * 6, 0.1)[-1] for seed in range(SEEDS)]
+    assert fmean(speed(steps, 0, 100) for steps in quick) >= 0.6 * best(0.95)
+    assert fmean(speed(steps, 0, 300) for steps in slow) >= 1.3
 
 
 @pytest.mark.parametrize("agreement", [0.5, 0.95])

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import inf, log
+from math import inf, log, sqrt
 from time import perf_counter
 from typing import Any
 
@@ -30,6 +30,7 @@ from edgespec.planners.drafting import CATCH_UP, agreed
 from edgespec.planners.ledger import LOOKS, Accounts, Ledger
 
 BELIEF = 4.0  # weight of a prior value, in expected things
+BELIEF_OF_TILES = 16.0  # the same where steps have tiles: that one fails is chance
 HEAVY = 0.8  # with experts, plain passes that a further unit of `weight` costs, until it is measured
 PLAIN = 5  # plain passes before a way that is not known to gain: the first ones after loading may be slow
 PLAIN_STREAMED = 1  # the same with streamed weights, where each takes seconds
@@ -44,7 +45,8 @@ GAIN = 1.1  # ratio of rates that a draft must be predicted to reach: trying cos
 DEEPEST = 1024  # tokens of a chain whose gain is predicted: no tree has more nodes
 LEAST_TRUST = 0.05  # of `trust` in `best_part`
 NEARLY_ALL = 0.9  # share of a layer's experts, from which on those chosen do not show the power of `distinct`
-MOST_LOST = 0.03  # plain passes that may be lost there for each token of a sequence: a tile loses several at once
+MOST_LOST = 0.0295  # plain passes that may be lost for each token of a sequence with tiles: one loses several at once
+KNOWN = 200  # tokens for which the draft was asked, after which its agreement is known well
 SHARES = ("copies", "agreement", "worth", "power")  # those of `AutoState`
 
 
@@ -56,11 +58,13 @@ class Share:
         fading: factor of the sums for each further expected thing.
         came: things that came.
         hoped: things that were expected.
+        weight: of a prior value.
     """
 
     fading: float
     came: float = 0.0
     hoped: float = 0.0
+    weight: float = BELIEF
 
     def add(self, came: float, hoped: float) -> None:
         self.fade(hoped)
@@ -71,7 +75,12 @@ class Share:
         self.came, self.hoped = self.came * left, self.hoped * left
 
     def value(self, belief: float) -> float:
-        return (self.came + belief * BELIEF) / (self.hoped + BELIEF)
+        return (self.came + belief * self.weight) / (self.hoped + self.weight)
+
+    def error(self, belief: float) -> float:
+        """Standard error of `value`, of things that come or do not."""
+        value = self.value(belief)
+        return sqrt(value * (1 - value) / (self.hoped + self.weight))
 
 
 class Pace(BaseModel):
@@ -192,7 +201,8 @@ def new_auto_state(streams: bool, experts: tuple[int, int] | None = None, *, til
     tiled: as `Capabilities.tiled`.
     """
     slope = HEAVY if experts else FLAT if streams else STEEP
-    return AutoState(PassTimes(slope, experts, tiled=tiled), worth=Share(0.998 if tiled else 0.98), streams=streams)
+    worth = Share(0.998, weight=BELIEF_OF_TILES) if tiled else Share(0.98)
+    return AutoState(PassTimes(slope, experts, tiled=tiled), worth=worth, streams=streams)
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +311,8 @@ class Drafting(Candidate):
         """
         super().__init__(planner, state)
         self.goes_ahead, self._eager, self._read = goes_ahead, eager, read
-        self._agreement_here = Share(0.98)  # `AutoState.agreement` of this sequence
+        weight = BELIEF_OF_TILES if state.target.tiled else BELIEF
+        self._agreement_here = Share(0.98, weight=weight)  # `AutoState.agreement` of this sequence
         self._wanted = 0  # tokens that the draft must read before it is asked
         self._prompt_length = 0
 
@@ -309,7 +320,7 @@ class Drafting(Candidate):
         self._agreement_here.fade(inf)
         self._prompt_length = length = len(prompt_ids)
         ledger = self._state.ledger()
-        likely = ledger.is_hopeful(self.name) if self._eager else ledger.has_gained(self.name)
+        likely = ledger.is_hopeful(self.name) if self._eager else ledger.has_gained(self.name) or self._may_lend
         if likely and (times := self._state.times(length)):
             likely = self._predict(times, length, 1, min(self.planner.depth, DEEPEST)) > GAIN / times.plain
         self._wanted = length + 1 if likely else 0  # the first token is known before the draft reads
@@ -337,8 +348,9 @@ class Drafting(Candidate):
     def is_due(self, context: Context, budget: int, best: float) -> bool:
         ledger = self._state.ledger(context.sequences)
         if self._state.target.tiled and context.pass_times:
-            known = self._state.agreement.hoped >= LOOKS  # a draft that promises a gain lacks only room for a tile
-            return ledger.is_due(self.name, 0) and not (known and self.estimate(context, budget) > best)
+            known = self._state.agreement.hoped >= KNOWN
+            wanted = ledger.is_due(self.name, 0) or (not known and self.estimate(context, budget, errors=1) > best)
+            return wanted and not self.promises(context, budget)  # then it lacks only room for a tile
         # As many tokens as the draft would have to read; if it has read the prompt, none: it would fall behind.
         follows = self._wanted or self._behind(self._prompt_length) <= 1
         return ledger.is_due(self.name, 0 if follows else max(0, self._behind(len(context.token_ids)) - 1))
@@ -356,10 +368,26 @@ class Drafting(Candidate):
             return float(times.seconds(tokens)) / target.plain
         return self._read * tokens
 
-    def estimate(self, context: Context, budget: int) -> float:
+    def promises(self, context: Context, budget: int) -> bool:
+        """
+        Returns:
+            True if tiles promise a gain, and so much is known of the draft that this is no guess.
+        """
+        times, depth = context.pass_times, min(self.planner.most_depth(context), budget)
+        if not self._may_lend or not times or depth <= 0:
+            return False
+        return self.estimate(context, budget) > 1 / float(times.seconds(context.plain_rows))
+
+    @property
+    def _may_lend(self) -> bool:
+        return self._state.target.tiled and self._state.agreement.hoped >= LOOKS
+
+    def estimate(self, context: Context, budget: int, errors: float = 0.0) -> float:
+        """As for `Candidate`, if the draft agrees by so many standard errors more often than is known."""
         length, depth = len(context.token_ids), min(self.planner.most_depth(context), budget)
         behind = 1 if self._state.target.tiled else self._behind(length)  # a tile's room pays for what is read
-        return self._predict(context.pass_times, length, behind, depth, context.unread) / GAIN
+        more = errors * self._state.agreement.error(AGREEMENT)
+        return self._predict(context.pass_times, length, behind, depth, context.unread, more) / GAIN
 
     def propose(self, context: Context, budget: int) -> DraftSteps[Offer]:
         times, length, before = context.pass_times, len(context.token_ids), self.planner.stats.draft_seconds
@@ -403,11 +431,13 @@ class Drafting(Candidate):
         times = self._state.draft.at(length)
         return times.shared(min(self.planner.stats.mean_batch, sequences)) if times else None
 
-    def _predict(self, times: Curve | None, length: int, behind: int, depth: int, unread: int | None = None) -> float:
+    def _predict(
+        self, times: Curve | None, length: int, behind: int, depth: int, unread: int | None = None, more: float = 0.0
+    ) -> float:
         draft_times = self._draft_times(length, times.sequences) if times else None
         if not times or not draft_times:
             return inf if self._eager else 0.0
-        rate, _ = chain_goodput(self._agreement, behind, depth, times, draft_times, unread)
+        rate, _ = chain_goodput(min(1.0, self._agreement + more), behind, depth, times, draft_times, unread)
         return rate * self._state.worth.value(1.0)
 
 
@@ -452,6 +482,9 @@ class AutoPlanner(Planner):
         self._context, self._asked, self._chosen, self._spent = context, [], None, {}
         token_ids, sequences, state = context.token_ids, context.sequences, self._state
         ledger, proposal = state.ledger(sequences), Proposal(root_only(token_ids[-1]))
+        if self._draft and sequences == 1 and not ledger.tokens:
+            timed = replace(context, pass_times=state.times(len(token_ids)))
+            ledger.lend(context.max_depth + 1 if self._draft.promises(timed, budget) else 0)
         candidates = [  # of several sequences, the scheduler has asked the ledger
             one for one in self._candidates
             if (sequences > 1 or ledger.room(one.name) > 0) and one.planner.most_depth(context) > 0
@@ -514,12 +547,8 @@ class AutoPlanner(Planner):
         nodes, room = np.arange(1, most + 1), ledger.room(name)
         drafting = candidate.draft_seconds(nodes, context.token_ids, plain)
         lost = times.seconds(nodes + 1) - times.plain + drafting
-        if self._state.target.tiled:
-            # Only the first tile must fit. After a gain, one that loses more is followed by a rest.
-            room = inf if room and ledger.has_gained(name) else room
-            if trial:  # one drafted token shows whether the draft agrees, and its row need not be sent
-                lost[0] = drafting[0]
-                room = room if drafting[0] <= plain else 0.0
+        if trial and self._state.target.tiled:  # one drafted token shows agreement, and its row need not be sent
+            lost[0] = drafting[0] if ledger.may_look(drafting[0]) else inf
         return times, self._fit(lost, room), tolerance
 
     def _fit(self, lost: FloatArray, room: float) -> int:

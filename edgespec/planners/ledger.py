@@ -22,7 +22,7 @@ MOST_START = 1.0
 MOST_GAINED = 8.0  # plain passes that an account may be ahead: a good hour does not pay for a bad one
 MOST_SAVED = 16.0  # plain passes of allowance that are kept for trials: a draft may have much to read
 CARRIED = 2.0  # of these, those that the next sequence begins with
-MOST_AT_ONCE = 4.0  # of those saved, what trials of one sequence may lose where `Ledger.most` is given: about a tile
+MOST_LENT = 4.0  # plain passes: about a tile
 FIRST_REST, LONGEST_REST = 16, 1024  # tokens
 REST_OF_NEW = 64  # most tokens of a rest that a new sequence begins with: texts differ
 FARTHEST = 32  # most steps with draft tokens from one plain pass to the next
@@ -112,6 +112,7 @@ class Ledger:
         plain: seconds of a plain pass; 0: unknown.
         saved: plain passes that earlier sequences were allowed to lose and did not, for trials.
         start: plain passes that this sequence may lose at once.
+        lent: the same, where a way promises a gain at its start: its later tokens pay for that.
     """
 
     first: int = 1
@@ -124,6 +125,7 @@ class Ledger:
     plain: float = 0.0
     saved: float = 0.0
     start: float = MOST_START
+    lent: float = 0.0
     _plain: deque[float] = field(default_factory=lambda: deque(maxlen=COMPARED))
     _more: deque[float] = field(default_factory=lambda: deque(maxlen=COMPARED))  # passes with draft tokens since
     _seen: int = 0  # plain passes of this sequence
@@ -135,14 +137,14 @@ class Ledger:
         """Start a sequence: losses are forgotten, gains and rests in part."""
         left = self.start + ALLOWANCE * self.tokens - self._lost
         self.start = max(0.0, min(left, MOST_START))
-        self.saved = max(0.0, min(self.saved + left - self.start, MOST_SAVED))
+        self.saved = 0.0 if self.most else max(0.0, min(self.saved + left - self.start, MOST_SAVED))
         self._usual = self.plain
         self._plain.clear()
         self._more.clear()
-        self.tokens, self.seconds, self._seen, self.since, self._last = 0.0, 0.0, 0, 0, []
+        self.tokens, self.seconds, self._seen, self.since, self._last, self.lent = 0.0, 0.0, 0, 0, [], 0.0
         self.distance = max(1, self.distance // SOONER)
         for one in self.accounts.values():
-            one.lost = one.before = max(min(one.lost, 0.0), -CARRIED)
+            one.lost = one.before = max(min(one.lost, 0.0), 0.0 if self.most else -CARRIED)
             one.resting, one.tried = min(one.resting, REST_OF_NEW), 0
 
     def resume(self) -> None:
@@ -162,10 +164,22 @@ class Ledger:
             Seconds that the next step of this way may lose; 0 also while it rests, and where a plain pass is due.
         """
         one = self.accounts[way]
-        if one.resting or self.since >= self.distance or (self._seen < self.first and not self.has_gained(way)):
+        unknown = self._seen < self.first and not self.lent and not self.has_gained(way)
+        if one.resting or self.since >= self.distance or unknown:
             return 0.0
-        saved = min(self.saved, MOST_AT_ONCE if self.most else inf) if one.idle >= one.rest else 0.0
+        saved = self.saved if one.idle >= one.rest else 0.0
         return max(0.0, self._allowed + saved - self._lost - min(one.lost, 0.0)) * self.plain
+
+    def lend(self, tokens: int) -> None:
+        """Let a sequence of at most so many tokens lose at its start what it may lose in all."""
+        self.lent = min(MOST_LENT, self.most * tokens)
+
+    def may_look(self, seconds: float) -> bool:
+        """
+        Returns:
+            True if looks leave room for a tile later on.
+        """
+        return self._lost + seconds / self.plain <= self.start + ALLOWANCE * self.tokens
 
     def has_gained(self, way: str) -> bool:
         """
@@ -281,7 +295,7 @@ class Ledger:
     def _allowed(self) -> float:
         # What was earned while passes were faster pays for few of the present ones.
         tokens = min(self.tokens, self.seconds / self.plain) if self.plain else 0.0
-        return max(self.start + ALLOWANCE * tokens, self.most * tokens)
+        return max(self.start + ALLOWANCE * tokens, self.most * tokens, self.lent)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: what the next run begins with."""
