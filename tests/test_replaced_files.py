@@ -46,7 +46,6 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
     "arguments",
     [
         ["serve", "wire", "smollm2-135m", "--llama-server", "none", "--record", "notes.md"],
-        ["offload", "m.gguf", "--nodes", "1", "--json", "notes.md"],
         ["accuracy", "m.gguf", "p.jsonl", "notes.md"],
     ],
     ids=lambda arguments: arguments[0],
