@@ -352,6 +352,18 @@ def test_cards_that_take_turns_write_the_text_of_one(
     np.testing.assert_array_equal(*rows)
 
 
+def test_a_card_without_room_is_not_measured(cards: There, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A copy to it could fail; the others stream."""
+    measured = list[list[str]]()
+    monkeypatch.setattr(
+        backend_module, "link_speeds", lambda some: measured.append([*map(str, some)]) or [1.0] * len(some)
+    )
+    cards(8 * GIB, GIB // 2, 8 * GIB)
+    backend = load(str(save(tiny_model("llama", num_hidden_layers=9), tmp_path)), **OPTIONS, gpu_layers=3)
+    assert measured == [["cuda:0"], ["cuda:0", "cuda:2"]]
+    assert [str(one.device) for one in backend.streamers] == measured[1]
+
+
 def test_a_twentieth_of_a_cards_free_memory_stays_free(
     cards: There, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

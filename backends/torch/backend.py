@@ -606,6 +606,8 @@ def assemble(
             return int(held + sum(caches_of(width)) + work - (WORKSPACE if host and not host.apart else 0))
 
         here = sys.maxsize if memory is None else memory
+        needed = work_bytes(model, limits(budget), None)
+        others = [one for one in others if min(most, usable(one, WORKSPACE)) - one.used > needed]
         devices = [device, *(torch.device(one.name) for one in others)]
         links = lru_cache(lambda: (link_speeds(devices[:1])[0], link_speeds(devices)))
 
