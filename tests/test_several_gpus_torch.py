@@ -326,9 +326,9 @@ def test_cards_that_take_turns_write_the_text_of_one(
     family: str, cards: There, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Of seven streamed layers one card gets seven in a pass, the two four and three."""
-    kinds = getattr(tiny_model(family).config, "layer_types", None)
-    folder = tmp_path / "model"
-    save(tiny_model(family, num_hidden_layers=9, **{"layer_types": kinds * 3} if kinds else {}), folder)
+    config, folder = vars(tiny_model(family).config), tmp_path / "model"
+    kinds = {key: 3 * config[key] for key in ("layer_types", "layers_block_type") if key in config}
+    save(tiny_model(family, num_hidden_layers=9, **kinds), folder)
     monkeypatch.setattr(backend_module, "CudaCopies", Counting)
     monkeypatch.setattr(loading_module, "MOST_BUFFERS", BUFFERS)
     cards(8 * GIB, 8 * GIB)

@@ -78,6 +78,7 @@ from .loading import (
     run_probe,
     session_cells,
     spread,
+    tree_cells,
     untied_embeddings,
     work_bytes,
 )
@@ -569,7 +570,7 @@ def assemble(
             context_length=context_length,
             max_nodes=max_nodes,
             max_wanted=min(max_nodes, wanted),
-            max_leaves=leaves or max_nodes,
+            max_leaves=leaves or tree_cells(max_nodes, min(max_nodes, wanted)),
             paths=recurrent,
             logit_tolerance=TOLERANCE[str(model.dtype).removeprefix("torch.")],
             experts=experts_of(config.to_dict()),

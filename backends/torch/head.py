@@ -19,7 +19,7 @@ from ..common.heads import HeadSession
 from .attention import Tree, finish, numbers_on, tree_attention
 from .backend import TorchBackend
 from .eagle import load_head
-from .loading import cache_shape, decoder_layers, session_cells
+from .loading import cache_shape, decoder_layers, session_cells, tree_cells
 from .session import TorchSession
 from .spans import Cells
 
@@ -40,9 +40,10 @@ class TorchHead(TorchBackend):
     hides_first = True  # a sequence's first token has no state before it
 
     def __init__(self, target: TorchBackend, head: Any, sessions: int) -> None:
+        above = target.capabilities
         limits = replace(
-            target.capabilities, states=0, head=True, one_thread=True, streams=False, experts=None, layers=1,
-            paths=False, max_leaves=target.capabilities.max_nodes, exact=None, spare_leaves=None, cells=None,
+            above, states=0, head=True, one_thread=True, streams=False, experts=None, layers=1, paths=False,
+            max_leaves=tree_cells(above.max_nodes, above.max_wanted), exact=None, spare_leaves=None, cells=None,
         )  # fmt: skip
         shape = cache_shape(head.config, session_cells(limits))
         spans = [(target.device, range(1))]

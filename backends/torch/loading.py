@@ -259,8 +259,12 @@ def most_positions(model: Any) -> int:
 
 
 def session_cells(limits: Capabilities) -> int:
-    """A chain of nodes ends within the context, so only a tree needs further cells."""
-    return limits.context_length + min(limits.max_nodes, max(MIN_NODES, limits.max_wanted))
+    return limits.context_length + tree_cells(limits.max_nodes, limits.max_wanted)
+
+
+def tree_cells(max_nodes: int, max_wanted: int) -> int:
+    """Cells beyond the context: a chain of nodes ends within it, so only a tree needs them."""
+    return min(max_nodes, max(MIN_NODES, max_wanted))
 
 
 def cache_shape(config: Any, cells: int) -> tuple[int, ...]:
