@@ -457,12 +457,12 @@ def test_only_trees_have_cells_beyond_the_context(cards: There, tmp_path: Path) 
     session = backend.open()
     assert (backend.capabilities.max_nodes, session.cells.groups[0].shape[3]) == (2048, 1512)
     backend.forward([work(session, [5] * 1000, range(-1, 999), wanted=[])])  # a chunk of a prompt ends within it
-    session.commit(range(999))
-    backend.forward([work(session, [5] * 513, [-1] * 512 + [0], wanted=[512])])
+    session.commit(range(998))
+    backend.forward([work(session, [5] * 514, [-1] * 512 + [0, 1], wanted=[513])])
     with pytest.raises(ContextFull, match="1513 tokens and nodes; this session has 1512 cells"):
-        backend.forward([work(session, [5], [512], 513, wanted=[])])
+        backend.forward([work(session, [5], [2], 514, wanted=[])])
     with pytest.raises(ValueError, match="more than 512 leaves"):
-        backend.forward([work(session, [5], [-1], 513, wanted=[])])
+        backend.forward([work(session, [5], [-1], 514, wanted=[])])
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "lfm2"])
