@@ -304,7 +304,7 @@ def test_links_are_measured_while_all_copy(monkeypatch: pytest.MonkeyPatch) -> N
 def test_streams_of_each_card(
     rooms: list[int], speeds: list[float], asked: int | None, shares: list[tuple[int, int]]
 ) -> None:
-    assert streams_by_device(40, 10, 0, rooms, speeds, BUFFERS, asked) == shares
+    assert streams_by_device(40, 10, 0, rooms, speeds, asked) == shares
 
 
 class Counting(Recorder):

@@ -38,7 +38,7 @@ from edgespec.machine.memory import format_size, in_bytes
 from edgespec.machine.this_machine import Gpu, this_machine
 from edgespec.models.safetensors_header import read_safetensors_header
 from edgespec.weights.experts import memory_of, pools_of
-from edgespec.weights.plan import CHEAP, MARGIN, SAFETY, Plan, choose_width, two_digits, usable
+from edgespec.weights.plan import BUFFERS, CHEAP, MARGIN, SAFETY, WORKSPACE, Plan, choose_width, two_digits, usable
 from edgespec.weights.ring import CANNOT_STREAM, can_stream
 
 from ..common.heads import head_size
@@ -55,7 +55,6 @@ from .loading import (
     MIN_NODES,
     NF4,
     PLAIN,
-    WORKSPACE,
     Form,
     Host,
     Placement,
@@ -84,7 +83,7 @@ from .loading import (
 )
 from .logits import KeptInputs, TorchLogits
 from .mtp_files import head_tensors
-from .offload import BUFFERS, CopyEngine, CudaCopies, HostCopies, Streamer, link_speeds, needs_pinning
+from .offload import CopyEngine, CudaCopies, HostCopies, Streamer, link_speeds, needs_pinning
 from .recurrent import (
     RecurrentOwner,
     StateCache,
@@ -587,7 +586,7 @@ def assemble(
         free = gpu.free + held
         if memory is not None and memory > free:
             raise UsageError(f"gpu_memory is {format_size(memory)}, but only {format_size(free)} are free")
-        memory = usable(gpu, WORKSPACE) if memory is None else memory
+        memory = usable(gpu) if memory is None else memory
     form.make(decoder_layers(model)[0])  # `work_bytes` looks for 4-bit weights in it
     streamers, notes, spans = list[Streamer](), list[str](), [(device, range(config.num_hidden_layers))]
     mixture, weights_plan, in_pools, sent = None, None, 0, 0
@@ -608,14 +607,14 @@ def assemble(
 
         here = sys.maxsize if memory is None else memory
         needed = work_bytes(model, limits(budget), None)
-        others = [one for one in others if min(most, usable(one, WORKSPACE)) - one.used > needed]
+        others = [one for one in others if min(most, usable(one)) - one.used > needed]
         devices = [device, *(torch.device(one.name) for one in others)]
         links = lru_cache(lambda: (link_speeds(devices[:1])[0], link_speeds(devices)))
 
         def rooms(width: int) -> list[int]:
             """Bytes of each device for layers and their caches, besides the smallest pools."""
             work = work_bytes(model, limits(width), None) + in_pools
-            more = [min(most, usable(one, WORKSPACE)) - one.used - work for one in others]
+            more = [min(most, usable(one)) - one.used - work for one in others]
             return [here - fixed(width) + sum(caches_of(width)), *more]
 
         def place(width: int) -> Placement:

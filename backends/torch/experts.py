@@ -22,7 +22,7 @@ from edgespec.loop.engines import Progress
 from edgespec.models.safetensors_header import read_safetensors_header
 from edgespec.weights.expert_memory import ExpertMemory, own_memory
 from edgespec.weights.experts import ExpertLayer, Residents, memory_of, most_pools, pools_of, with_pools
-from edgespec.weights.plan import Extent, Layer, Plan, Pool, merge
+from edgespec.weights.plan import BUFFERS, Extent, Layer, Plan, Pool, merge
 from edgespec.weights.tiered_memory import DevicePlace, TieredMemory
 
 from ..common.expert_files import Experts, Form, by_layer, find_experts
@@ -30,7 +30,7 @@ from ..common.model_folder import experts_of, read_config, refused
 from .attention import ATTENTION, finish
 from .disk import STAGING, TYPES
 from .loading import NF4, Host, Placement, decoder_layers, runs_of, type_to_load
-from .offload import BUFFERS, needs_pinning, pin_memory, unpin_memory
+from .offload import needs_pinning, pin_memory, unpin_memory
 
 MATRICES = {"gate_up_proj": ("gate_proj", "up_proj")}  # that an array holds; others hold one of their name
 MOST_GROUPS = 1023  # that CUDA multiplies in one call

@@ -20,13 +20,19 @@ from edgespec.loop.backend import Capabilities
 from edgespec.machine.files import weight_files
 from edgespec.machine.memory import format_size
 from edgespec.machine.this_machine import Gpu
-from edgespec.weights.plan import consecutive_layers, layers_by_device, layers_on_gpu, streams_by_device
+from edgespec.weights.plan import (
+    BUFFERS,
+    WORKSPACE,
+    consecutive_layers,
+    layers_by_device,
+    layers_on_gpu,
+    streams_by_device,
+)
 
 from ..common.model_folder import LOCAL, read_config, refused
 from .attention import ATTENTION, Probe, run
 from .disk import STAGING, Feeder, Pack, Source, Staging, find_run, mapped_bytes, read_folder, same_bytes
 from .offload import (
-    BUFFERS,
     MOST_BUFFERS,
     Block,
     CopyEngine,
@@ -43,7 +49,6 @@ from .spans import Spans, out_of_memory
 if TYPE_CHECKING:
     from .nf4 import KeptLayers
 
-WORKSPACE = 2**29  # bytes of a CUDA context, its libraries and the allocator's gaps
 FASTER = 1.1  # times, from which on several devices stream: each hop between them takes some time
 NF4 = "nf4"
 MIN_NODES = 512  # prompt tokens per pass
@@ -471,7 +476,7 @@ def spread(
     """
     count, (speed, speeds) = len(sizes), links
     asked = None if gpu_layers is None else layers_on_gpu(gpu_layers, count)
-    shares = streams_by_device(count, max(sizes), max(caches), rooms, speeds, BUFFERS, asked)
+    shares = streams_by_device(count, max(sizes), max(caches), rooms, speeds, asked)
     if not shares:
         return placement
     seconds = max(some / one for (_, some), one in zip(shares, speeds, strict=True))

@@ -17,8 +17,8 @@ import torch
 from edgespec.errors import EdgespecError, ModelError, NoRoom
 from edgespec.machine.memory import format_size
 from edgespec.machine.system import read_buffer
+from edgespec.weights.plan import BUFFERS
 
-BUFFERS = 2  # enough to keep the copies or the computation busy all the time
 MOST_BUFFERS = 8  # where memory is left: more layers arrive while the draft model works
 PROBE = 2**26  # bytes of a copy that measures a link
 PROBES = 9  # the first ones wake up idle links

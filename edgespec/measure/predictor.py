@@ -31,9 +31,11 @@ from edgespec.models.heads import is_head
 from edgespec.models.registry import OWN, Entry, find_model, is_folder, local_path
 from edgespec.models.shapes import BLOCKS, file_of
 from edgespec.weights.plan import (
+    BUFFERS,
     EXPERTS,
     MARGIN,
     SAFETY,
+    WORKSPACE,
     Plan,
     Pool,
     Tensor,
@@ -53,8 +55,6 @@ from edgespec.weights.wired import CACHE_SHARE, free_memory, gpu_limit
 OF_BLOCKS = {number: (name, weights, size) for name, (number, weights, size) in BLOCKS.items()}
 OTHER_TYPE = ("", 32, 18)
 BYTES_OF_FOUR_BITS = 4.5 / 8  # bytes of a weight with 4 bits in groups of 64, and scales
-BUFFERS = 2  # of a card for streamed layers, as there
-WORKSPACE = 1 << 29  # bytes of a card's memory for libraries, as in the engine for PyTorch
 ROWS = 512  # tokens of a prompt in a pass
 ROWS_TIMED = 64
 MOST_EXPERTS = 512  # LLAMA_MAX_EXPERTS of llama-hparams.h
@@ -522,8 +522,8 @@ def _torch(asked: Asked, made: Prediction) -> Prediction:
     drafts = sum(2 * sum(map(one.numbers, one.tensors)) for one in asked.small)
     layers = model.part(inside, BYTES_OF_FOUR_BITS).size
     layer = layers / model.layers
-    memory, fixed = usable(gpu, WORKSPACE), int(WORKSPACE + outside + drafts + asked.cells)
-    rooms = [usable(one, WORKSPACE) - WORKSPACE for one in more]
+    memory, fixed = usable(gpu), int(WORKSPACE + outside + drafts + asked.cells)
+    rooms = [usable(one) - WORKSPACE for one in more]
     caches = [model.cells(asked.options.context_length) // model.layers] * model.layers
     counts = layers_by_device([int(layer)] * model.layers, memory, fixed, rooms, caches)
     first = counts[0]
@@ -541,7 +541,7 @@ def _torch(asked: Asked, made: Prediction) -> Prediction:
     here = machine.free * (1 - SAFETY) - MARGIN - sent
     if more and kept < first and all(links):
         rooms = [memory - fixed + sum(caches) + int(sent), *rooms]
-        shares = streams_by_device(model.layers, int(layer), caches[0], rooms, links, BUFFERS)
+        shares = streams_by_device(model.layers, int(layer), caches[0], rooms, links)
         if shares and sum(some for _, some in shares) * layer <= here:
             counts, streamed = [list(numbers) for numbers in zip(*shares, strict=True)]
     placed = [(count, one.name) for count, one in zip(counts, asked.cards, strict=True)]

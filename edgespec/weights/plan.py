@@ -31,6 +31,8 @@ PART = HUGE  # bytes; a smaller part is not worth the stop before its layer
 SMALL = 256 << 10  # bytes; smaller runs of weights (norms, biases) are pinned
 MARGIN = 64 << 20  # bytes of libraries, work buffers and page tables
 SAFETY = 0.05  # share of free memory that is left unused
+WORKSPACE = 1 << 29  # bytes of a CUDA context, its libraries and PyTorch's gaps
+BUFFERS = 2  # of a card for streamed layers: enough to keep the copies or the computation busy all the time
 
 WIDTHS = (1024, 512, 256, 128)  # draft tokens of one pass
 # Share by which the bytes that a pass reads may grow, to have memory for more draft tokens: they cost a GPU no time.
@@ -654,24 +656,13 @@ def layers_by_device(
     return [first, *others(first)]
 
 
-def usable(gpu: Gpu, workspace: int) -> int:
-    """Bytes of a GPU's memory for this program, all that it uses included.
-
-    Args:
-        gpu: with memory of its own.
-        workspace: bytes that its libraries need, a part of what stays free.
-    """
-    return gpu.used + min(gpu.free, int(gpu.free * (1 - SAFETY)) + workspace)
+def usable(gpu: Gpu) -> int:
+    """Bytes of a card's memory for this program, with all that it uses; `WORKSPACE` is a part of what stays free."""
+    return gpu.used + min(gpu.free, int(gpu.free * (1 - SAFETY)) + WORKSPACE)
 
 
 def streams_by_device(
-    count: int,
-    size: int,
-    cache: int,
-    rooms: Sequence[int],
-    speeds: Sequence[float],
-    buffers: int,
-    asked: int | None = None,
+    count: int, size: int, cache: int, rooms: Sequence[int], speeds: Sequence[float], asked: int | None = None
 ) -> list[tuple[int, int]]:
     """Divide layers among devices that all stream, in proportion to the speeds at which streamed layers arrive.
 
@@ -681,17 +672,16 @@ def streams_by_device(
         cache: bytes of the largest caches of a layer.
         rooms: bytes for layers and their caches on each device.
         speeds: bytes per second that reach each device while the others stream, too.
-        buffers: on each device that streams.
         asked: as for `layers_by_device`.
 
     Returns:
         For each device its layers, and how many of them it streams; []: the rooms are too small.
-    """  # fmt: skip
+    """
     ends = [end / sum(speeds) for end in accumulate(speeds)]
     for total in range(1, count + 1) if asked is None else [count - asked]:
         streamed = [stop - start for start, stop in pairwise(round(total * end) for end in (0, *ends))]
         kept = [
-            (room - some * cache - (some > 0) * buffers * size) // (size + cache)
+            (room - some * cache - (some > 0) * BUFFERS * size) // (size + cache)
             for room, some in zip(rooms, streamed, strict=True)
         ]
         if min(kept) >= 0 and sum(kept) >= count - total:
