@@ -15,10 +15,10 @@ from typing import Any
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
-from edgespec.errors import ModelError, shown
+from edgespec.errors import ModelError, named, shown
 from edgespec.machine.files import read_json_object
 
-from .model_folder import LOCAL, check_folder, named, read_config, refused
+from .model_folder import LOCAL, check_folder, read_config, refused
 
 BYTE_LEVEL, SENTENCE_PIECE = "ByteLevel", "SentencePiece"
 

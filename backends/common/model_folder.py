@@ -7,9 +7,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from edgespec.errors import EdgespecError, ModelError
-from edgespec.errors import first_line as first_line  # engines for folders import these from here
-from edgespec.errors import named as named
+from edgespec.errors import EdgespecError, ModelError, first_line
 from edgespec.machine.files import no_file, no_model_folder
 
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}  # of `from_pretrained`

@@ -22,7 +22,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from edgespec.errors import Closed, ModelError, UsageError, check_whole, failing_as, undone
+from edgespec.errors import Closed, ModelError, UsageError, check_whole, failing_as, named, undone
 from edgespec.loop.backend import Capabilities, Logits, Placed, Vocab, Work
 from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress
 from edgespec.loop.passes import shape_of
@@ -41,7 +41,7 @@ from edgespec.weights.ring import can_stream, measure_disk
 from ..common.hf_vocab import HfVocab, load_vocab
 from ..common.interrupts import Interruptible, Stop, interruptible, one_pass
 from ..common.loader import loader
-from ..common.model_folder import content_files, experts_of, named, refused
+from ..common.model_folder import content_files, experts_of, refused
 from ..common.nodes import checked, is_another, last_row, rows_of_tree
 from ..common.row_logits import HostLogits
 from .experts import Mixture

@@ -3,14 +3,14 @@
 import re
 from pathlib import Path
 
-from edgespec.errors import ModelError
+from edgespec.errors import ModelError, named
 from edgespec.loop.backend import Backend
 from edgespec.loop.engines import LoadOptions
 from edgespec.models.heads import is_head
 from edgespec.models.safetensors_header import read_safetensors_header
 
 from ..common.heads import NO_EAGLE
-from ..common.model_folder import named, refused
+from ..common.model_folder import refused
 from .backend import MlxBackend, MlxEngine
 from .head import load_head
 from .own_layers import MlxOwnLayers

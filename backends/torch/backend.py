@@ -24,7 +24,7 @@ import torch
 import transformers
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from edgespec.errors import Closed, ModelError, NoRoom, UsageError, check_whole
+from edgespec.errors import Closed, ModelError, NoRoom, UsageError, check_whole, named
 from edgespec.loop.backend import Capabilities, Logits, Placed, Vocab, Work
 from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress
 from edgespec.loop.passes import check_batch, shape_of
@@ -45,7 +45,7 @@ from ..common.heads import head_size
 from ..common.hf_vocab import load_vocab
 from ..common.interrupts import Interruptible, Stop, interruptible, one_pass
 from ..common.loader import loader, no_further_positions
-from ..common.model_folder import check_folder, content_files, experts_of, named, refused
+from ..common.model_folder import check_folder, content_files, experts_of, refused
 from ..common.nodes import is_another, rows_of_tree
 from ..common.recurrent import most_paths, states_of
 from .attention import Part, Tree, build_mask, run, tree_after

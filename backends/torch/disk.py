@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from edgespec.errors import EdgespecError, ModelError
+from edgespec.errors import EdgespecError, ModelError, failing_as
 from edgespec.machine.disk import recall_reading
 from edgespec.machine.files import is_abandoned, replacing
 from edgespec.models.safetensors_header import Stored, read_safetensors_header
@@ -299,14 +299,12 @@ class Pack:
         """
         path = self._path(layer)
         if layer not in self._written:
-            try:
+            with failing_as(ModelError, f"{path}: cannot be written"):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with replacing(path) as new, new.open("wb") as file:
                     file.write(memoryview(host.numpy()))
                     file.flush()
                     os.fsync(file.fileno())  # else a crash of the system can leave a whole file of zeros
-            except OSError as error:
-                raise ModelError(f"{path}: cannot be written: {error.strerror}") from error
         return Source(str(path), 0, host.numel())
 
     def _remove_others(self) -> None:

@@ -19,10 +19,11 @@ from torch.nn.functional import silu
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from edgespec.errors import named
 from edgespec.models.heads import LAYER, eagle_config, layers_read, own_name
 
 from ..common.heads import NO_EAGLE
-from ..common.model_folder import named, refused
+from ..common.model_folder import refused
 
 LAYERS = 3  # of the target, whose inputs a head reads
 

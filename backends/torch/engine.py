@@ -1,10 +1,10 @@
 """The engine for PyTorch, with heads and own layers as drafts."""
 
+from edgespec.errors import named
 from edgespec.loop.backend import Backend
 from edgespec.loop.engines import LoadOptions
 from edgespec.models.heads import is_head
 
-from ..common.model_folder import named
 from .backend import TorchBackend, TorchEngine
 from .head import load_eagle
 from .mtp import load_mtp

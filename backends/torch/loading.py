@@ -574,7 +574,7 @@ def place_layers(
             if sources:
                 try:
                     staging = Staging(sources, device if apart else None)
-                except OSError as error:
+                except OSError as error:  # it names the file
                     raise ModelError(f"layers cannot be streamed from disk: {error}") from error
                 failed.callback(staging.close)
             if staging or sent:

@@ -20,7 +20,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from edgespec.errors import MissingPackage, ModelError
+from edgespec.errors import MissingPackage, ModelError, failing_as
 from edgespec.machine.files import cache_folder, write_whole
 from edgespec.machine.memory import format_size
 
@@ -170,11 +170,9 @@ class KeptLayers:
         self._numbers = {id(layer): number for number, layer in enumerate(layers)}
         sizes = [quantised_bytes(layer) for layer in layers]
         wanted = sum(size for layer, size in zip(layers, sizes, strict=True) if not self._file(layer).is_file())
-        try:
+        with failing_as(ModelError, f"{self._folder}: cannot be written"):
             self._folder.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self._folder).free
-        except OSError as error:
-            raise ModelError(f"{self._folder}: cannot be written: {error.strerror}") from error
         if wanted > free:
             raise ModelError(
                 f"{self._folder}: --keep-packed writes {format_size(wanted, up=True)} of layers there, but only "
@@ -215,10 +213,8 @@ class KeptLayers:
             for prefix, store, name, _ in stored_tensors(layer)
             if prefix[:-1] in quantised and name != "bias"
         }
-        try:
+        with failing_as(ModelError, f"{self._file(layer)}: cannot be written"):
             write_whole(self._file(layer), save(tensors))
-        except OSError as error:
-            raise ModelError(f"{self._file(layer)}: cannot be written: {error.strerror}") from error
 
 
 # transformers' own loader of such folders needs the package accelerate, and copies all weights to memory.

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from edgespec.errors import ModelError
+from edgespec.errors import ModelError, first_line
 
-from ..common.model_folder import first_line
 from .attention import Tree
 
 Spans = Sequence[tuple[Any, range]]  # devices, and the numbers of their layers in order
