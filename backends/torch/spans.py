@@ -1,6 +1,6 @@
 """Layers on several devices: each computes spans of consecutive layers, the first one all that is in no layer, too.
 
-Where all stream layers, they take turns: a device has several spans.
+Devices that all stream layers take turns, so that each has several spans.
 """
 
 from collections.abc import Iterator, Sequence

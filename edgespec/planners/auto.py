@@ -383,7 +383,7 @@ class Drafting(Candidate):
         return self._state.target.tiled and self._state.agreement.hoped >= LOOKS
 
     def estimate(self, context: Context, budget: int, errors: float = 0.0) -> float:
-        """As for `Candidate`, if the draft agrees by so many standard errors more often than is known."""
+        """As for `Candidate`, if the draft agrees `errors` standard errors more often than is known."""
         length, depth = len(context.token_ids), min(self.planner.most_depth(context), budget)
         behind = 1 if self._state.target.tiled else self._behind(length)  # a tile's room pays for what is read
         more = errors * self._state.agreement.error(AGREEMENT)

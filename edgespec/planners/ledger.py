@@ -171,7 +171,7 @@ class Ledger:
         return max(0.0, self._allowed + saved - self._lost - min(one.lost, 0.0)) * self.plain
 
     def lend(self, tokens: int) -> None:
-        """Let a sequence of at most so many tokens lose at its start what it may lose in all."""
+        """Let a sequence of at most `tokens` tokens lose at its start what it may lose in all."""
         self.lent = min(MOST_LENT, self.most * tokens)
 
     def may_look(self, seconds: float) -> bool:

@@ -39,7 +39,7 @@ class SessionPool:
         self.slots = [Slot(target.open(), planner) for planner in [*planners, *kept]]
         self.seqs = list[Seq]()  # those that have slots
         # Idle tokens slow the passes of others, so more sessions than planners hold tokens only where texts come back.
-        self._keeps = 0  # so many more
+        self._keeps = 0  # how many more
         self._dropped = deque[tuple[str, list[int]]](maxlen=2 * len(self.slots))  # sender and tokens
         self._target = target
         self._requests = self._passes = 0
